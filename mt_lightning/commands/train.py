@@ -1,0 +1,200 @@
+"""The run of `megatrain demo` and `megatrain train`: measure, train, measure again."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer, seed_everything
+from omegaconf import DictConfig
+from rich.console import Console, Group
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
+
+from mt_lightning.callbacks.monitor import paging_engine
+from mt_lightning.huggingface import CausalLMModule, TextDataModule
+
+log = logging.getLogger(__name__)
+
+
+def train(settings: DictConfig, console: Console) -> float:
+    """Train as the settings say and show the result.
+
+    Args:
+        settings: the composed Hydra config.
+        console: where tables and texts go.
+
+    Returns:
+        The validation perplexity after the training.
+
+    Raises:
+        KeyboardInterrupt: if the run was stopped; what was trained has been saved.
+    """
+    disable_progress_bar()
+    _quiet_warnings()
+    seed_everything(settings.seed, verbose=False)
+    data: TextDataModule = instantiate(settings.data, _convert_="all")
+    data.setup()
+    module: CausalLMModule = instantiate(settings.model, _convert_="all")
+    trainer = build_trainer(settings)
+    output_dir = Path(settings.output_dir)
+    _show_start(console, settings, module, output_dir)
+
+    samples = settings.samples
+    before = _measure(trainer, module, data)
+    _show_samples(console, f"Before: perplexity {before:.2f}", module, data.tokenizer, samples)
+    try:
+        trainer.fit(module, datamodule=data)
+    except SystemExit as exit_request:
+        if not trainer.interrupted:
+            raise
+        _after_interrupt(console, settings, trainer, module, data, output_dir)
+        raise KeyboardInterrupt from exit_request
+    after = _measure(trainer, module, data)
+    title = f"After {trainer.global_step} steps: perplexity {after:.2f} (was {before:.2f})"
+    _show_samples(console, title, module, data.tokenizer, samples)
+    if settings.save_model:
+        _save(console, module, data.tokenizer, output_dir)
+    console.print(f"Metrics and settings: {output_dir}", highlight=False, soft_wrap=True)
+    return after
+
+
+def build_trainer(settings: DictConfig) -> Trainer:
+    """Build the Trainer with its strategy, callbacks and logger."""
+    parts = {
+        "strategy": instantiate(settings.strategy),
+        "callbacks": [instantiate(callback) for callback in settings.callbacks.values()],
+        "logger": instantiate(settings.logger),
+    }
+    return instantiate(settings.trainer, **parts, _convert_="all")
+
+
+def generate(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    max_new_tokens: int,
+) -> str:
+    """Continue a prompt by sampling; the same weights give the same text.
+
+    The state of the global RNG is left as it was.
+
+    Args:
+        model: a Hugging Face model.
+        tokenizer: its tokenizer.
+        prompt: the text to continue.
+        max_new_tokens: how far.
+    """
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    was_training = model.training
+    model.eval()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        output = model.generate(
+            **inputs.to(model.device),
+            max_new_tokens=max_new_tokens,
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    model.train(was_training)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+
+
+def _measure(trainer: Trainer, module: CausalLMModule, data: TextDataModule) -> float:
+    if data.val_fraction == 0:
+        return float("nan")
+    metrics = trainer.validate(module, datamodule=data, verbose=False)
+    return metrics[0]["val_perplexity"]
+
+
+def _show_start(
+    console: Console, settings: DictConfig, module: CausalLMModule, output_dir: Path
+) -> None:
+    table = Table.grid(padding=(0, 2))
+    num_parameters = sum(p.numel() for p in module.parameters())
+    model_name = settings.model.model
+    name = model_name if isinstance(model_name, str) else model_name._target_.rpartition(".")[2]
+    strategy = settings.strategy
+    strategy_name = strategy if isinstance(strategy, str) else strategy._target_.rpartition(".")[2]
+    for key, value in (
+        ("model", f"{name}, {num_parameters / 1e6:.1f} million parameters"),
+        ("data", str(settings.data.get("path") or "Shakespeare")),
+        ("strategy", strategy_name),
+        ("steps", str(settings.trainer.max_steps)),
+        ("output", str(output_dir)),
+    ):
+        table.add_row(Text(key, style="dim"), Text(value))
+    console.print(table)
+
+
+def _show_samples(
+    console: Console,
+    title: str,
+    module: CausalLMModule,
+    tokenizer: PreTrainedTokenizerBase,
+    samples: DictConfig,
+) -> None:
+    texts = [
+        Text(_printable(generate(module.model, tokenizer, prompt, samples.max_new_tokens)))
+        for prompt in samples.prompts
+    ]
+    spaced = [part for text in texts for part in (text, Text())][:-1]
+    panel = Panel(
+        Group(*spaced) if spaced else Text("no samples.prompts"),
+        title=title,
+        title_align="left",
+    )
+    console.print(panel)
+
+
+def _printable(text: str) -> str:
+    # A model with random weights writes control characters too.
+    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text).strip()
+
+
+def _save(
+    console: Console, module: CausalLMModule, tokenizer: PreTrainedTokenizerBase, output_dir: Path
+) -> None:
+    folder = output_dir / "model"
+    model: Any = module.model
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    console.print(f"Model, for from_pretrained: {folder}", highlight=False, soft_wrap=True)
+
+
+def _after_interrupt(
+    console: Console,
+    settings: DictConfig,
+    trainer: Trainer,
+    module: CausalLMModule,
+    data: TextDataModule,
+    output_dir: Path,
+) -> None:
+    # Lightning leaves the signal ignored; a second Ctrl-C must be able to stop the saving.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    console.print(f"Stopped after {trainer.global_step} steps.", highlight=False)
+    engine = paging_engine(trainer)
+    if engine is not None and engine.plan is not None:
+        places = ", ".join(engine.plan.directories)
+        is_given = settings.strategy.get("offload_dir") is not None
+        fate = "kept" if is_given else "removed at exit; set strategy.offload_dir to keep them"
+        console.print(f"Pages: {places} ({fate})", highlight=False, soft_wrap=True)
+    if settings.save_model and trainer.global_step:
+        _save(console, module, data.tokenizer, output_dir)
+    console.print(f"Metrics and settings: {output_dir}", highlight=False, soft_wrap=True)
+
+
+def _quiet_warnings() -> None:
+    # The text is mapped from disk and costs nothing to serve.
+    warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")

@@ -1,0 +1,272 @@
+"""What an attached engine does while the model runs: bind, collect, update, show."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import record_function
+
+from mt_lightning.engine.machine import Machine
+from mt_lightning.engine.optimizer_state import StateImporter, export_state
+from mt_lightning.engine.parking import Parking
+from mt_lightning.engine.runtime import Runtime
+from mt_lightning.engine.units import Unit
+from mt_lightning.errors import StepError
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.table import Page
+
+log = logging.getLogger(__name__)
+
+
+class Attached:
+    """The host of executors, hooks and optimizer facades.
+
+    Args:
+        run: The parts.
+        machine: The tiers.
+        stats: Counters to keep.
+        parking: Shows pages as mapped files.
+        read_ahead: How many units are read ahead of the one that runs.
+    """
+
+    def __init__(
+        self, run: Runtime, machine: Machine, stats: Stats, parking: Parking, read_ahead: int
+    ) -> None:
+        self.run = run
+        self._machine = machine
+        self._stats = stats
+        self._parking = parking
+        self._read_ahead = read_ahead
+        self._editing: Counter[int] = Counter()
+        self._in_backward = False
+
+    # -- forward and backward ---------------------------------------------------------------------
+    def enter(self, unit: Unit, *, backward: bool) -> None:
+        """Bring a unit's pages up to date and bind them; called by executors."""
+        run, table = self.run, self.run.build.table
+        with record_function(f"MegaTrain::{'rebind' if backward else 'bind'} ({unit.name})"):
+            if backward:
+                self._begin_backward()
+                run.steps.submit_ready()
+            order = run.orders[backward or torch.is_grad_enabled()]
+            order.observe(unit.index)
+            pages = [table[index] for index in unit.pages]
+            with self._stats.timing("stall_update_s", self._machine.clock):
+                for page in pages:
+                    run.steps.before_use(page)
+            entries = [run.pool.pin(page) for page in pages]
+            if backward:
+                for page in pages:
+                    run.gradients.expect(page)
+            with self._stats.timing("stall_read_s", self._machine.clock):
+                for entry in entries:
+                    entry.wait()
+            uploads = [run.binder.upload(entry.frame.tensor) for entry in entries]
+            for page, upload in zip(pages, uploads, strict=True):
+                run.binder.bind(page, self._machine.link.wait(upload))
+            for ahead in order.predict(self._read_ahead):
+                for index in run.build.units[ahead].pages:
+                    run.steps.ahead_of_use(table[index])
+                    run.pool.prefetch(table[index])
+
+    def leave(self, unit: Unit) -> None:
+        """Let go of a unit's pages."""
+        run = self.run
+        for index in unit.pages:
+            page = run.build.table[index]
+            run.binder.unbind(page)
+            entry = run.pool.entry(page)
+            assert entry is not None
+            run.pool.release(entry)
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self.run.steps.before_backward()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        for page in self.run.gradients.unfinished():
+            self._complete(page)
+        self.run.steps.submit_ready()
+
+    def on_grad(self, page: Page, param: int, parameter: nn.Parameter) -> None:
+        """Take a gradient from autograd; called by hooks."""
+        run, grad = self.run, parameter.grad
+        parameter.grad = None
+        assert grad is not None
+        self._begin_backward()
+        name = page.layout.params[param].name
+        if page.index not in run.binder.used:
+            raise StepError(
+                f"{name} got a gradient, but no unit that holds it ran: its weights were read "
+                f"outside "
+                f"their module's forward ({', '.join(page.layout.units)}), where they are not "
+                f"in memory. "
+                "Nothing was changed. Name the class of the module that reads them in units=[...]."
+            )
+        if grad.is_sparse:
+            raise StepError(f"{name} got a sparse gradient; set sparse=False on its module.")
+        if page.layout.optimizer is None:
+            return
+        if run.gradients.arrive(page, param, grad):
+            self._complete(page)
+
+    def _complete(self, page: Page) -> None:
+        run = self.run
+        run.gradients.complete(page)
+        run.steps.on_complete(page)
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Raise when the first loss is not finite and units of some parameters never ran."""
+        run = self.run
+        if self._stats.steps or bool(torch.isfinite(loss.detach()).all()):
+            return
+        unused = [page for page in run.build.table if page.index not in run.binder.used]
+        if unused:
+            names = ", ".join(spec.name for page in unused for spec in page.layout.params)
+            raise StepError(
+                f"the first loss is not finite and the units of these parameters never ran: "
+                f"{names}. "
+                "If code reads them outside their module's forward, name the class of the "
+                "module that "
+                "does in units=[...]."
+            )
+
+    # -- step -------------------------------------------------------------------------------------
+
+    def arm(self, optimizer: int) -> None:
+        """Let the coming backward update pages of `optimizer` behind it."""
+        self.run.steps.arm(optimizer)
+
+    def step(self, optimizer: int) -> bool:
+        """Apply the gradients of one optimizer; False when the step was skipped."""
+        run = self.run
+        if self._stats.steps:
+            self._report_first_step()
+        applied = run.steps.step(optimizer)
+        run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
+        run.binder.used.update(run.build.resident)
+        run.orders[True].end_of_step()
+        return applied
+
+    def zero_grad(self, optimizer: int) -> None:
+        """Drop the gradients of one optimizer."""
+        self.run.steps.zero_grad(optimizer)
+
+    def clip_norm(self, optimizer: int, max_norm: float) -> torch.Tensor:
+        """Clip by total norm when the optimizer steps; return the norm before clipping."""
+        return self.run.steps.clip_norm(optimizer, max_norm)
+
+    def clip_value(self, optimizer: int, value: float) -> None:
+        """Clip by value when the optimizer steps."""
+        self.run.steps.clip_value(optimizer, value)
+
+    def drain(self) -> None:
+        """Apply, write and commit everything, and wait for it."""
+        self.run.steps.drain()
+        if self.run.writer.dirty:
+            self.run.writer.flush()
+            self.run.steps.commit_now()
+        if self._stats.steps:
+            self._report_first_step()
+
+    def _report_first_step(self) -> None:
+        """Say once what the first step did to the parameters."""
+        check = self.run.end_checking()
+        if check is None:
+            return
+        trained = [
+            spec.name
+            for steps in self.run.steps.trained
+            for page in steps.pages
+            for spec in page.layout.params
+            if spec.numel
+        ]
+        still = set(trained) - check.got
+        if still:
+            log.warning(
+                "no gradient reached %d parameter(s) in the first step: %s",
+                len(still),
+                _list(still),
+            )
+        hypers = [t.first_hyper for t in self.run.steps.trained if t.first_hyper is not None]
+        rates = [group["lr"] for hyper in hypers for group in hyper.groups if "lr" in group]
+        unchanged = check.pushed - check.changed
+        if unchanged and any(float(rate) for rate in rates):
+            log.warning(
+                "the first step left %d parameter(s) as they were although they got a gradient: %s",
+                len(unchanged),
+                _list(unchanged),
+            )
+        if check.nonfinite:
+            log.error(
+                "the first step made %d parameter(s) NaN or infinite from finite gradients: %s",
+                len(check.nonfinite),
+                _list(check.nonfinite),
+            )
+
+    # -- what user code sees ----------------------------------------------------------------------
+
+    def show_pages(self, pages: list[Page]) -> None:
+        """Let parameters show mapped files, as `state_dict()` needs them."""
+        self.drain()
+        for page in pages:
+            if not self.run.binder.is_bound(page) and not self._editing[page.index]:
+                with torch.inference_mode(False), torch.no_grad():
+                    self._parking.show(page)
+
+    def hide_pages(self, pages: list[Page]) -> None:
+        """Let them show placeholders again; views that were taken live on."""
+        for page in pages:
+            if not self.run.binder.is_bound(page) and not self._editing[page.index]:
+                self.run.binder.blank(page)
+
+    def begin_edit(self, pages: list[Page]) -> None:
+        """Let parameters show writable frames, as `load_state_dict()` needs them."""
+        self.run.steps.drain()
+        for page in pages:
+            self._editing[page.index] += 1
+            if self._editing[page.index] == 1:
+                self.run.binder.show(page, self.run.writer.open(page).frame.tensor)
+
+    def end_edit(self, pages: list[Page]) -> None:
+        """Keep what was written to them."""
+        for page in pages:
+            self._editing[page.index] -= 1
+            if not self._editing[page.index]:
+                self.run.binder.blank(page)
+                self.run.writer.close(page)
+
+    def optimizer_state(self, optimizer: int) -> dict[int, dict[str, Any]]:
+        """Return an optimizer's state by position of the parameter, as views of mapped files."""
+        self.drain()
+        return export_state(self.run.build, self.run.steps.trained[optimizer], self._machine.store)
+
+    def load_optimizer_state(self, optimizer: int, state: dict[int, dict[str, Any]]) -> None:
+        """Take an optimizer's state in, page by page, and commit it."""
+        self.drain()
+        if state:
+            self.import_state(optimizer, state)
+            self.run.steps.commit_now()
+
+    def import_state(self, optimizer: int, state: dict[int, dict[str, Any]]) -> None:
+        """Write an optimizer's state to pages."""
+        trained = self.run.steps.trained[optimizer]
+        importer = StateImporter(self._machine.io, self.run.pool, self._machine.arena)
+        by_place = {place: state.get(i, {}) for i, place in enumerate(trained.order)}
+        for page in trained.pages:
+            states = [by_place.get((page.index, i), {}) for i in range(len(page.layout.params))]
+            self.run.updaters[0].touched |= importer.load(page, states)
+        for updater in self.run.updaters:
+            updater.forget()
+
+
+def _list(names: set[str], most: int = 12) -> str:
+    shown = ", ".join(sorted(names)[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -1,0 +1,95 @@
+"""Let parameters show the bytes of a frame, and take them away again."""
+
+from __future__ import annotations
+
+import torch
+
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.placeholder import placeholder
+from mt_lightning.pages.table import Page
+from mt_lightning.tiers.link import Link, Upload
+
+
+class Binder:
+    """Sets `p.data` of a page's parameters.
+
+    [Note: views keep frames]
+    Whatever saved a view of a bound weight (autograd, the user) keeps the frame's storage alive
+    after the parameter has let go. A frame is free for reuse only when no such view is left, which
+    the storage's use count tells; nothing has to be announced by anyone.
+    """
+
+    def __init__(self, build: Build, link: Link) -> None:
+        self._table = build.table
+        self._members = build.members
+        self._link = link
+        self._blanks = [
+            [placeholder(s.shape, s.dtype, torch.device("cpu")) for s in page.layout.params]
+            for page in build.table
+        ]
+        self._depth = [0] * len(build.table)
+        self._planes: dict[int, torch.Tensor] = {}
+        self._leaving: list[torch.Tensor] = []
+        self.used: set[int] = set()
+
+    def upload(self, host: torch.Tensor) -> Upload:
+        """Begin to move a frame to the device."""
+        self.collect()
+        return self._link.upload(host)
+
+    def bind(self, page: Page, plane: torch.Tensor) -> None:
+        """Show `plane` (uint8, the page's weight plane) through the page's parameters."""
+        self._planes.setdefault(page.index, plane)
+        self._depth[page.index] += 1
+        self.used.add(page.index)
+        with torch.inference_mode(False), torch.no_grad():
+            self.show(page, self._planes[page.index])
+        if self._planes[page.index] is not plane and not self._link.unified:
+            self._leaving.append(plane)
+
+    def show(self, page: Page, plane: torch.Tensor) -> None:
+        """Point the parameters at `plane` without keeping count."""
+        for param, spec in zip(self._members[page.index].params, page.layout.params, strict=True):
+            param.data = spec.view(plane)
+
+    def unbind(self, page: Page) -> None:
+        """Undo one `bind`; the last one puts placeholders back."""
+        self._depth[page.index] -= 1
+        if self._depth[page.index]:
+            return
+        plane = self._planes.pop(page.index)
+        self.blank(page)
+        if not self._link.unified:
+            self._leaving.append(plane)
+
+    def blank(self, page: Page) -> None:
+        """Put placeholders into the page's parameters."""
+        with torch.inference_mode(False), torch.no_grad():
+            for param, blank in zip(
+                self._members[page.index].params, self._blanks[page.index], strict=True
+            ):
+                param.data = blank
+
+    def is_bound(self, page: Page) -> bool:
+        """Return whether the parameters show real bytes now."""
+        return self._depth[page.index] > 0
+
+    def reset(self) -> None:
+        """Forget every bind after an error and blank what was bound."""
+        for page in self._table:
+            if self._depth[page.index]:
+                self._depth[page.index] = 1
+                self.unbind(page)
+        self.used.clear()
+
+    def collect(self) -> None:
+        """Give device frames back whose last view has died."""
+        waiting = []
+        for plane in self._leaving:
+            storage = plane.untyped_storage()
+            # One use by `plane`, one by the handle just made.
+            if torch._C._storage_Use_Count(storage._cdata) > 2:  # type: ignore[attr-defined]
+                waiting.append(plane)
+            else:
+                self._link.retire(plane)
+        self._leaving = waiting

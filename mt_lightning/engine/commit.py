@@ -1,0 +1,77 @@
+"""Make everything current the committed state: data first, then one record that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.table import PageTable
+from mt_lightning.tiers.commit import CommitLog, CommitRecord
+from mt_lightning.tiers.io import IOQueue
+
+
+class Committer:
+    """Writes commit records; called from one thread at a time."""
+
+    def __init__(self, table: PageTable, io: IOQueue, log: CommitLog, stats: Stats) -> None:
+        self._table = table
+        self._io = io
+        self._log = log
+        self._stats = stats
+        latest = log.latest()
+        self._sequence = latest.sequence if latest is not None else 0
+        self.step = 0
+
+    def commit(self, step: int, take_touched: Callable[[], set[str]]) -> None:
+        """Make the current slots durable and name them in a record.
+
+        Args:
+            step: Optimizer steps applied so far.
+            take_touched: Returns, and forgets, the files written since the last commit.
+        """
+        self._io.sync(sorted(take_touched())).wait()
+        self._sequence += 1
+        slots: dict[str, int] = {}
+        sums: dict[str, np.ndarray] = {}
+        for plane in self._table.planes():
+            if plane.slot is not None:
+                slots[plane.key] = plane.slot
+                flat = [value for chunk in plane.sums for value in chunk]
+                sums[plane.key] = np.array(flat, dtype=np.uint64)
+        tensors, values = _small_state(self._table)
+        self._log.write(
+            CommitRecord(
+                sequence=self._sequence,
+                step=step,
+                fingerprint=self._table.fingerprint,
+                slots=slots,
+                sums=sums,
+                tensors=tensors,
+                meta={"optimizer": values},
+            )
+        )
+        self._table.commit()
+        self.step = step
+        self._stats.commits += 1
+
+
+def _small_state(table: PageTable) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Split step counts and the like into tensors and JSON values."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, Any] = {}
+    for page in table:
+        for spec, state in zip(page.layout.params, page.small, strict=True):
+            if state.empty:
+                continue
+            plain: dict[str, Any] = {}
+            for key, value in state.values.items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{spec.name}/{key}"] = value.contiguous()
+                else:
+                    plain[key] = value
+            values[spec.name] = {"present": list(state.present), "values": plain}
+    return tensors, values

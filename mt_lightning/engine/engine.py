@@ -1,0 +1,301 @@
+"""The engine: a torch module that lives on pages, under any training loop.
+
+[Note: the life of an engine]
+prepared:  units are found and meta parameters have placeholders; optimizers can be made.
+attached:  parameters are placeholders, forwards are wrapped, every byte is in a tier.
+parked:    parameters show the committed files and nothing of the engine is in RAM; it can be
+           attached again, with other optimizers or with none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mt_lightning.engine import birth, runtime
+from mt_lightning.engine.attached import Attached
+from mt_lightning.engine.build import Build, build_pages
+from mt_lightning.engine.commit import Committer
+from mt_lightning.engine.executor import Executor
+from mt_lightning.engine.facade import OptimizerFacade
+from mt_lightning.engine.hooks import attach_hooks
+from mt_lightning.engine.importing import (
+    create_files,
+    file_sizes,
+    give_birth,
+    import_weights,
+    take_planes,
+)
+from mt_lightning.engine.machine import Machine, check_disk, ram_limit_bytes
+from mt_lightning.engine.optimizer_state import export_state
+from mt_lightning.engine.options import Options
+from mt_lightning.engine.parking import Parking
+from mt_lightning.engine.plan import Plan, make_plan
+from mt_lightning.engine.runtime import Runtime
+from mt_lightning.engine.units import find_units
+from mt_lightning.errors import ConfigError
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
+
+log = logging.getLogger(__name__)
+
+_READ_AHEAD_UNITS = 2
+
+
+class Engine:
+    """Runs `root` on pages.
+
+    Args:
+        root: The model; the same `Parameter` objects live from here to the end.
+        machine: The tiers, opened.
+        options: What the user set.
+        slice_bytes: Length of an update slice in the weight plane.
+        read_ahead: How many units are read ahead of the one that runs.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        machine: Machine,
+        options: Options,
+        *,
+        slice_bytes: int = BLOCK_BYTES,
+        read_ahead: int = _READ_AHEAD_UNITS,
+    ) -> None:
+        assert slice_bytes % ALIGN_BYTES == 0
+        self.root = root
+        self.machine = machine
+        self.options = options
+        self.plan: Plan | None = None
+        self._slice_bytes = slice_bytes
+        self._read_ahead = read_ahead
+        self._stats = Stats()
+        self._build: Build | None = None
+        self._files: dict[str, int] = {}
+        self._parking: Parking | None = None
+        self._committer: Committer | None = None
+        self._live: Attached | None = None
+        self._executors: list[Executor] = []
+        self._facades: list[OptimizerFacade] = []
+        self._handles: list[RemovableHandle] = []
+        self._unborn: dict[int, tuple[int, ...]] = {}
+
+    @property
+    def live(self) -> Attached:
+        """The attached engine."""
+        assert self._live is not None, "the engine is not attached"
+        return self._live
+
+    @property
+    def attached(self) -> bool:
+        """Whether the engine runs the model now."""
+        return self._live is not None
+
+    @property
+    def stats(self) -> Stats:
+        """Counters, brought up to date."""
+        stats, store = self._stats, self.machine.store
+        stats.bytes_read, stats.bytes_written = store.bytes_read, store.bytes_written
+        if self._live is not None:
+            budget = self._live.run.budget
+            stats.ram_used_bytes = budget.used_bytes
+            stats.ram_peak_bytes = max(stats.ram_peak_bytes, budget.peak_bytes)
+        return stats
+
+    def expected_bytes_per_step(self) -> tuple[int, int]:
+        """Return the bytes that a step over all units reads and writes, by the plan."""
+        assert self.plan is not None
+        return self.plan.read_bytes, self.plan.written_bytes
+
+    def prepare(self) -> None:
+        """Refuse what cannot be paged and give meta parameters placeholders.
+
+        Raises:
+            ConfigError: A module or parameter cannot be paged.
+        """
+        for name, module in self.root.named_modules():
+            if getattr(module, "sparse", False) is True:
+                raise ConfigError(
+                    f"{name} ({type(module).__name__}) makes sparse gradients, which strategy="
+                    "'megatrain' cannot page. Set sparse=False."
+                )
+        for name, param in self.root.named_parameters():
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                raise ConfigError(
+                    f"{name} is a lazy parameter without a shape; run one batch through the model "
+                    "before training, or use the module's non-lazy class."
+                )
+            if param.device.type not in ("cpu", "meta"):
+                raise ConfigError(
+                    f"{name} is on {param.device}; strategy='megatrain' starts from parameters "
+                    f"on the "
+                    "CPU or on meta. Do not move the model yourself."
+                )
+        self._unborn.update(birth.replace_meta(self.root))
+        birth.materialise_buffers(self.root)
+
+    def attach(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        schedule: str = "deferred",
+        micro_batches: int | None = None,
+    ) -> None:
+        """Take the parameters over.
+
+        Args:
+            optimizers: The user's optimizers; none for validation and prediction.
+            schedule: "eager" or "deferred", for the plan; `Attached.arm` decides each step.
+            micro_batches: How many backward passes make a step, None where that is not known.
+
+        Raises:
+            BudgetError: Memory or disk is too small.
+            ConfigError: The model or an optimizer cannot be paged.
+        """
+        assert self._live is None
+        old = self._build if self._build is not None and self._knows(self._build) else None
+        if old is not None and not optimizers:
+            build = old
+        else:
+            units = find_units(self.root, self.options.units)
+            build = build_pages(self.root, units, list(optimizers), self._unborn, self._slice_bytes)
+        plan = make_plan(
+            build,
+            ram_limit_bytes=ram_limit_bytes(self.options.max_ram_gb),
+            directories=self.machine.directories,
+            schedule=schedule,
+            holds_grads=schedule == "deferred" or micro_batches != 1,
+            micro_batches=micro_batches or 1,
+            trains=bool(optimizers),
+            in_memory=self.machine.in_memory,
+        )
+        same = old is not None and old.table.fingerprint == build.table.fingerprint
+        files = file_sizes(build.table, plan)
+        check_disk(self.machine, self._files, files, self.options.max_disk_gb)
+        if same and old is not None and old is not build:
+            take_planes(old.table, build.table)
+        if old is not build or self._committer is None:
+            step = self._committer.step if self._committer is not None and not optimizers else 0
+            self._committer = Committer(build.table, self.machine.io, self.machine.log, self._stats)
+            self._committer.step = step
+        run = runtime.start(
+            build,
+            plan,
+            self.machine,
+            list(optimizers),
+            self._stats,
+            self._committer,
+            slice_bytes=self._slice_bytes,
+            nonfinite=self.options.nonfinite,
+        )
+        parking = Parking(build, self.machine.store)
+        live = Attached(run, self.machine, self._stats, parking, self._read_ahead)
+        self._facades = [OptimizerFacade(live, i, o) for i, o in enumerate(optimizers)]
+        try:
+            create_files(self.machine.store, self._files, files, keep_weights=same)
+            self._files = files
+            import_weights(run, build, self._parking if same else None, self._unborn)
+            if self._unborn:
+                give_birth(self.root, run, build, self._unborn)
+                self._unborn.clear()
+            run.writer.flush()
+            for index, facade in enumerate(self._facades):
+                if state := facade.take():
+                    live.import_state(index, state)
+            run.steps.commit_now(weights=True)
+        except BaseException:
+            run.worker.abandon()
+            runtime.stop(run, self.machine)
+            raise
+        self.plan, self._build, self._parking, self._live = plan, build, parking, live
+        self._install(run)
+
+    def _knows(self, build: Build) -> bool:
+        """Return whether the model still has exactly the parameters of `build`."""
+        specs = {
+            id(param): spec
+            for page in build.table
+            for param, spec in zip(
+                build.members[page.index].params, page.layout.params, strict=True
+            )
+        }
+        now = {id(param): param for param in self.root.parameters()}
+        return specs.keys() == now.keys() and all(
+            spec.shape == tuple(now[key].shape) and spec.dtype == now[key].dtype
+            for key, spec in specs.items()
+        )
+
+    def _install(self, run: Runtime) -> None:
+        for index in run.build.resident:
+            entry = run.pool.pin(run.build.table[index])
+            entry.wait()
+            run.resident.append(entry)
+            run.binder.bind(entry.page, entry.frame.tensor)
+        self._executors = [Executor(self.live, unit) for unit in run.build.units]
+        for executor in self._executors:
+            executor.attach()
+        for facade in self._facades:
+            facade.attach()
+        self._handles = attach_hooks(self.live, self.root, run.build)
+
+    def detach(self, *, failed: bool = False) -> None:
+        """Commit what is finished, let go of everything and park the parameters.
+
+        After an error inside a step that had begun to change pages, the last commit is restored.
+
+        Args:
+            failed: Whether training ended in an error, which is then the one to be raised.
+        """
+        live, run = self.live, self.live.run
+        for handle in self._handles:
+            handle.remove()
+        for part in (*self._executors, *self._facades):
+            part.detach()
+        try:
+            self._settle(live, failed)
+        finally:
+            run.binder.reset()
+            _ = self.stats
+            runtime.stop(run, self.machine)
+            self._live = None
+            self._park(run)
+
+    def _settle(self, live: Attached, failed: bool) -> None:
+        steps = live.run.steps
+        if not steps.partial:
+            try:
+                live.run.gradients.reset()
+                live.drain()
+                return
+            except Exception:
+                if not failed:
+                    self._rollback(live.run)
+                    raise
+                log.exception("an update failed while the run was ending.")
+        self._rollback(live.run)
+
+    def _rollback(self, run: Runtime) -> None:
+        assert self._committer is not None
+        reached = run.steps.count + run.steps.partial
+        run.steps.reset()
+        run.build.table.rollback()
+        log.warning(
+            "step %d was not completed; the parameters are those of the last commit (step %d): "
+            "%d step(s) are lost.",
+            reached,
+            self._committer.step,
+            reached - self._committer.step,
+        )
+
+    def _park(self, run: Runtime) -> None:
+        assert self._parking is not None
+        with torch.inference_mode(False), torch.no_grad():
+            for page in run.build.table:
+                self._parking.park(page)
+            for facade, trained in zip(self._facades, run.steps.trained, strict=True):
+                facade.show(export_state(run.build, trained, self.machine.store))
+        self._facades, self._executors, self._handles = [], [], []

@@ -1,0 +1,99 @@
+"""The user's optimizer while its parameters are paged: the same object, answered by the engine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict")
+
+
+class Host(Protocol):
+    """What a facade asks of the engine."""
+
+    def step(self, optimizer: int) -> bool:
+        """Apply gradients."""
+        ...
+
+    def zero_grad(self, optimizer: int) -> None:
+        """Drop gradients."""
+
+    def optimizer_state(self, optimizer: int) -> dict[int, dict[str, Any]]:
+        """Return state by position of the parameter."""
+        ...
+
+    def load_optimizer_state(self, optimizer: int, state: dict[int, dict[str, Any]]) -> None:
+        """Take state in."""
+
+
+class OptimizerFacade:
+    """Routes one optimizer's methods to the engine until detached."""
+
+    def __init__(self, host: Host, index: int, optimizer: torch.optim.Optimizer) -> None:
+        self._host = host
+        self._index = index
+        self._optimizer = optimizer
+        self._kept = {name: optimizer.__dict__.get(name) for name in _METHODS}
+
+    def attach(self) -> None:
+        """Put the engine behind the optimizer's methods."""
+        host, index, optimizer = self._host, self._index, self._optimizer
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            for hook in optimizer._optimizer_step_pre_hooks.values():
+                hook(optimizer, (closure,), {})
+            host.step(index)
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            for hook in optimizer._optimizer_step_post_hooks.values():
+                hook(optimizer, (closure,), {})
+            return loss
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            del set_to_none
+            host.zero_grad(index)
+
+        def state_dict() -> dict[str, Any]:
+            packed = type(optimizer).state_dict(optimizer)
+            packed["state"] = host.optimizer_state(index)
+            return packed
+
+        def load_state_dict(state_dict: dict[str, Any]) -> None:
+            bare = {**state_dict, "state": {}}
+            type(optimizer).load_state_dict(optimizer, bare)
+            host.load_optimizer_state(index, state_dict["state"])
+
+        for method in (step, zero_grad, state_dict, load_state_dict):
+            optimizer.__dict__[method.__name__] = method
+
+    def detach(self) -> None:
+        """Restore the optimizer's own methods."""
+        for name, kept in self._kept.items():
+            if kept is None:
+                self._optimizer.__dict__.pop(name, None)
+            else:
+                self._optimizer.__dict__[name] = kept
+
+    def show(self, state: dict[int, dict[str, Any]]) -> None:
+        """Let the detached optimizer's own `state` show what the pages hold."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        self._optimizer.state = defaultdict(dict, {params[i]: s for i, s in state.items()})
+
+    def take(self) -> dict[int, dict[str, Any]]:
+        """Remove and return what the optimizer's own `state` holds."""
+        params = [p for group in self._optimizer.param_groups for p in group["params"]]
+        state = {
+            i: dict(self._optimizer.state[p])
+            for i, p in enumerate(params)
+            if p in self._optimizer.state
+        }
+        self._optimizer.state = defaultdict(dict)
+        return state

@@ -1,0 +1,77 @@
+"""Hooks on the user's modules: gradients leave, and state dicts see real weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from mt_lightning.engine.build import Build
+from mt_lightning.pages.table import Page
+
+
+class Host(Protocol):
+    """What the hooks ask of the engine."""
+
+    def on_grad(self, page: Page, param: int, parameter: nn.Parameter) -> None:
+        """Take a gradient."""
+
+    def show_pages(self, pages: list[Page]) -> None:
+        """Let parameters show mapped files."""
+
+    def hide_pages(self, pages: list[Page]) -> None:
+        """Let them show placeholders again."""
+
+    def begin_edit(self, pages: list[Page]) -> None:
+        """Let parameters show writable frames."""
+
+    def end_edit(self, pages: list[Page]) -> None:
+        """Keep what was written to them."""
+
+
+def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[RemovableHandle]:
+    """Install every hook; the handles remove them."""
+    handles: list[RemovableHandle] = []
+    place: dict[int, Page] = {}
+    for page in build.table:
+        for i, param in enumerate(build.members[page.index].params):
+            place[id(param)] = page
+            if param.requires_grad:
+                handles.append(param.register_post_accumulate_grad_hook(_leave(host, page, i)))
+    resident = set(build.resident)
+    for module in root.modules():
+        own = [place[id(p)] for p in module.parameters(recurse=False)]
+        pages = list({page.index: page for page in own if page.index not in resident}.values())
+        if pages:
+            handles.extend(_state_dict_hooks(host, module, pages))
+    return handles
+
+
+def _leave(host: Host, page: Page, index: int) -> Callable[[Any], None]:
+    def hook(parameter: nn.Parameter) -> None:
+        host.on_grad(page, index, parameter)
+
+    return hook
+
+
+def _state_dict_hooks(host: Host, module: nn.Module, pages: list[Page]) -> list[RemovableHandle]:
+    def before_save(*_: Any) -> None:
+        host.show_pages(pages)
+
+    def after_save(*_: Any) -> None:
+        host.hide_pages(pages)
+
+    def before_load(*_: Any) -> None:
+        host.begin_edit(pages)
+
+    def after_load(*_: Any) -> None:
+        host.end_edit(pages)
+
+    return [
+        module.register_state_dict_pre_hook(before_save),
+        module.register_state_dict_post_hook(after_save),
+        module.register_load_state_dict_pre_hook(before_load),
+        module.register_load_state_dict_post_hook(after_load),
+    ]

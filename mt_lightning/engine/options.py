@@ -1,0 +1,98 @@
+"""The options of the kit: one name and one meaning in Python, YAML and on the command line."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from mt_lightning.errors import ConfigError
+
+OnExisting = Literal["error", "resume", "overwrite"]
+Durability = Literal["auto", "step", "checkpoint"]
+Nonfinite = Literal["propagate", "skip", "raise"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What a user can set; every error names the field."""
+
+    offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None
+    """One directory, or a list with one per drive; None: a fresh one under the trainer's root."""
+
+    on_existing: OnExisting = "error"
+    """What to do with a directory that holds a committed run."""
+
+    max_vram_gb: float | None = None
+    """Device budget in GiB; on a CPU it says one line and is ignored."""
+
+    max_ram_gb: float | None = None
+    """Host budget in GiB; None: 80 % of what cgroup and host leave free."""
+
+    max_disk_gb: float | None = None
+    """Disk ceiling in GiB; None: what is free, less a margin."""
+
+    optimizer_compression: bool | str = False
+    """Raw fp32 state; compression is not available in this version."""
+
+    layer_major: bool | Literal["auto"] = "auto"
+    """Order of accumulation; "auto" means False in this version."""
+
+    recompute: bool | Literal["auto"] = "auto"
+    """Recompute activations in backward; "auto" means True in this version."""
+
+    durability: Durability = "auto"
+    """When a step is made durable; "auto" means "step" in this version."""
+
+    nonfinite: Nonfinite = "propagate"
+    """What a NaN or infinite gradient does."""
+
+    units: str | Sequence[str] | None = None
+    """Class names that form a unit; None: found by rule."""
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _choice("on_existing", self.on_existing, ("error", "resume", "overwrite"))
+        _choice("durability", self.durability, ("auto", "step", "checkpoint"))
+        _choice("nonfinite", self.nonfinite, ("propagate", "skip", "raise"))
+        _choice("layer_major", self.layer_major, ("auto", True, False))
+        _choice("recompute", self.recompute, ("auto", True, False))
+        for name in ("max_vram_gb", "max_ram_gb", "max_disk_gb"):
+            value: Any = getattr(self, name)
+            number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if value is not None and not (number and 0 < value < float("inf")):
+                raise ConfigError(f"{name}={value!r}: give a positive number of GiB, or None.")
+        _later("optimizer_compression", self.optimizer_compression, (False,))
+        _later("layer_major", self.layer_major, ("auto", False))
+        _later("recompute", self.recompute, ("auto", True))
+        _later("durability", self.durability, ("auto", "step"))
+        _later("on_existing", self.on_existing, ("error", "overwrite"))
+        if isinstance(self.units, str):
+            object.__setattr__(self, "units", (self.units,))
+        elif self.units is not None:
+            object.__setattr__(self, "units", tuple(self.units))
+
+    @property
+    def directories(self) -> list[str] | None:
+        """The directories as a list, None where none was given."""
+        given = self.offload_dir
+        if given is None:
+            return None
+        if isinstance(given, (str, os.PathLike)):
+            return [os.fspath(given)]
+        if not given:
+            raise ConfigError("offload_dir=[]: give at least one directory, or None.")
+        return [os.fspath(item) for item in given]
+
+
+def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if not any(value is item or value == item and type(value) is type(item) for item in allowed):
+        choices = ", ".join(repr(item) for item in allowed)
+        raise ConfigError(f"{name}={value!r}: choose one of {choices}.")
+
+
+def _later(name: str, value: object, available: tuple[object, ...]) -> None:
+    if not any(value is item or value == item for item in available):
+        choices = " or ".join(repr(item) for item in available)
+        raise ConfigError(f"{name}={value!r} is not available in this version; use {choices}.")

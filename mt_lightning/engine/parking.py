@@ -1,0 +1,65 @@
+"""What parameters hold between runs: private, writable mappings of the committed pages."""
+
+from __future__ import annotations
+
+import torch
+
+from mt_lightning.engine.build import Build
+from mt_lightning.pages.layout import ParamSpec
+from mt_lightning.pages.table import Page
+from mt_lightning.tiers.mapping import PrivateMapping
+from mt_lightning.tiers.store import Store
+
+
+class Parking:
+    """Parks parameters on mapped files and finds out afterwards what user code changed."""
+
+    def __init__(self, build: Build, store: Store) -> None:
+        self._table = build.table
+        self._members = build.members
+        self._store = store
+        self._parked: dict[int, tuple[PrivateMapping, list[int]]] = {}
+
+    def park(self, page: Page) -> None:
+        """Let the parameters of `page` show its current slot; it needs no RAM until written to."""
+        mapping = self.show(page)
+        params = self._members[page.index].params
+        self._parked[page.index] = (mapping, [param.data_ptr() for param in params])
+
+    def show(self, page: Page) -> PrivateMapping:
+        """Map the current slot of `page` into its parameters."""
+        mapping = self._store.map_private(page.weight.file, 0, page.layout.nbytes)
+        for param, spec in zip(self._members[page.index].params, page.layout.params, strict=True):
+            param.data = _view(mapping, spec)
+        return mapping
+
+    def changed(self, page: Page) -> list[int]:
+        """Return the parameters of a parked page whose bytes are no longer those of its slot."""
+        mapping, addresses = self._parked[page.index]
+        written = mapping.written_ranges()
+        changed = []
+        for i, (param, spec) in enumerate(
+            zip(self._members[page.index].params, page.layout.params, strict=True)
+        ):
+            stop = spec.offset + spec.nbytes
+            if (
+                param.data_ptr() != addresses[i]
+                or tuple(param.stride()) != spec.stride
+                or any(a < stop and b > spec.offset for a, b in written)
+            ):
+                changed.append(i)
+        return changed
+
+    def forget(self) -> None:
+        """Let go of all mappings."""
+        self._parked.clear()
+
+    @property
+    def parked(self) -> bool:
+        """Whether parameters are parked."""
+        return bool(self._parked)
+
+
+def _view(mapping: PrivateMapping, spec: ParamSpec) -> torch.Tensor:
+    flat = mapping.tensor(spec.offset, spec.nbytes).view(spec.dtype)
+    return flat.as_strided(spec.shape, spec.stride)

@@ -1,0 +1,228 @@
+"""What a run needs and where it goes, from sizes alone and before anything is allocated."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.units import Unit
+from mt_lightning.errors import BudgetError
+from mt_lightning.pages.sizes import BLOCK_BYTES, align_up
+
+GIB = 1 << 30
+_STREAMING_CHUNKS = 3
+_WHOLE_CHUNK_BYTES = 8 * BLOCK_BYTES
+"""Chunks larger than this (whole tensors) stream through one frame, not through three."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes in bytes; `rows()` is what a start table shows.
+
+    Attributes:
+        num_units: Units found.
+        num_pages: Pages laid out.
+        num_params: Parameters, in elements.
+        weight_bytes: All weight planes.
+        state_bytes: All state planes.
+        grad_bytes: One gradient for every trained parameter.
+        largest_unit: Name of the unit that decides the smallest budget.
+        min_ram_bytes: The smallest budget that works.
+        ram_limit_bytes: The budget.
+        disk_bytes: All files: both slots of every plane, and spilled gradients.
+        schedule: "eager" or "deferred".
+        directories: Where the pages lie.
+        ring_bytes: Length of each frame that state streams through.
+        num_ring: How many of them.
+        staging_bytes: Length of each frame that spilled gradients pass through.
+        num_staging: How many of them.
+        spilled: Pages whose deferred gradients go to disk.
+        cached_state: Page and chunk of all state that stays in RAM.
+        cached_state_bytes: Its bytes.
+        spilled_bytes: Bytes of the gradients that go to disk.
+        read_bytes: What a step over all units is expected to read.
+        written_bytes: What it is expected to write.
+    """
+
+    num_units: int
+    num_pages: int
+    num_params: int
+    weight_bytes: int
+    state_bytes: int
+    grad_bytes: int
+    largest_unit: str
+    min_ram_bytes: int
+    ram_limit_bytes: int
+    disk_bytes: int
+    schedule: str
+    directories: list[str]
+    ring_bytes: int
+    num_ring: int
+    staging_bytes: int
+    num_staging: int
+    spilled: frozenset[int] = frozenset()
+    cached_state: tuple[tuple[int, int], ...] = ()
+    cached_state_bytes: int = 0
+    spilled_bytes: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+
+    def rows(self) -> list[tuple[str, int, str]]:
+        """Return (item, bytes, place) for a table of what goes where."""
+        where = ", ".join(self.directories) or "memory"
+        rows = [
+            ("weights", self.weight_bytes, f"disk ({where}), two slots; in RAM as they are needed"),
+            ("optimizer state", self.state_bytes, "disk, two slots; streamed through RAM"),
+        ]
+        if self.cached_state_bytes:
+            rows.append(("  of it kept in RAM", self.cached_state_bytes, "RAM"))
+        if self.spilled:
+            place = "disk until the update, RAM was short"
+            rows.append(("  of the gradients spilled", self.spilled_bytes, place))
+        grads = "RAM, freed by the update behind backward"
+        if self.schedule == "deferred":
+            grads = "RAM until the update before the next forward"
+        rows.insert(2, ("gradients", self.grad_bytes, grads))
+        rows.append(("budget max_ram_gb", self.ram_limit_bytes, "RAM"))
+        rows.append((f"  smallest that works ({self.largest_unit})", self.min_ram_bytes, "RAM"))
+        rows.append(("files", self.disk_bytes, where))
+        return rows
+
+
+def make_plan(
+    build: Build,
+    *,
+    ram_limit_bytes: int,
+    directories: list[str],
+    schedule: str,
+    holds_grads: bool,
+    trains: bool,
+    in_memory: bool,
+    micro_batches: int = 1,
+) -> Plan:
+    """Decide what stays in RAM.
+
+    Args:
+        build: The pages.
+        ram_limit_bytes: The host budget.
+        directories: Where the pages lie.
+        schedule: "eager" or "deferred".
+        holds_grads: Whether gradients of the whole model exist at once: deferred, or accumulation.
+        trains: Whether there are optimizers.
+        in_memory: Whether the files lie in memory and are charged to the budget.
+        micro_batches: How many are accumulated, for the expected bytes of a step.
+
+    Raises:
+        BudgetError: The budget is too small; `smallest_gb` on the error is one that works.
+    """
+    resident = [build.table[index] for index in build.resident]
+    paged = [page for page in build.table if page.index not in build.resident]
+    trained = [page for page in paged if trains and page.layout.optimizer is not None]
+    chunk = align_up(max((p.state_layout.largest_chunk_bytes for p in trained), default=0))
+    num_ring = (_STREAMING_CHUNKS if chunk <= _WHOLE_CHUNK_BYTES else 1) if chunk else 0
+    staging = min(BLOCK_BYTES, max((page.layout.nbytes for page in trained), default=0))
+    num_staging = int(holds_grads and bool(trained))
+    files = _file_bytes(build)
+
+    fixed = num_ring * chunk + num_staging * staging + (files if in_memory else 0)
+    fixed += sum(page.layout.nbytes for page in resident)
+    cached = []
+    if trains:
+        fixed += sum(2 * page.layout.grad_bytes for page in resident)
+        cached = [
+            (page.index, c.index) for page in resident for c in page.state_layout.chunks if c.nbytes
+        ]
+        fixed += sum(align_up(c.nbytes) for page in resident for c in page.state_layout.chunks)
+    needs = [(_unit_need(unit, build, trains), unit.name) for unit in build.units]
+    need, largest = max(needs, default=(0, "parameters outside units"))
+    minimum = fixed + need
+    if ram_limit_bytes < minimum:
+        raise _too_small(ram_limit_bytes, minimum, largest)
+
+    spare = ram_limit_bytes - minimum
+    spilled: set[int] = set()
+    if holds_grads:
+        for page in reversed(trained):
+            if page.layout.grad_bytes <= spare:
+                spare -= page.layout.grad_bytes
+            else:
+                spilled.add(page.index)
+    weights = sum(page.layout.nbytes for page in paged)
+    room, cached_bytes = spare - weights, 0
+    for page in trained if room > 0 and not spilled else ():
+        for c in page.state_layout.chunks:
+            if c.nbytes and align_up(c.nbytes) <= room:
+                cached.append((page.index, c.index))
+                room -= align_up(c.nbytes)
+                cached_bytes += c.nbytes
+    spilled_bytes = sum(build.table[index].layout.nbytes for index in spilled)
+    state = sum(page.state_layout.nbytes for page in build.table)
+    # A pass forward and back over weights finds at its turn what fits; the rest is read once each
+    # way.
+    absent = max(0, weights - (spare + need - cached_bytes))
+    updated = trained + [page for page in resident if trains and page.layout.optimizer is not None]
+    return Plan(
+        num_units=len(build.units),
+        num_pages=len(build.table),
+        num_params=sum(spec.numel for page in build.table for spec in page.layout.params),
+        weight_bytes=sum(page.layout.nbytes for page in build.table),
+        state_bytes=state,
+        grad_bytes=sum(page.layout.grad_bytes for page in build.table),
+        largest_unit=largest,
+        min_ram_bytes=minimum,
+        ram_limit_bytes=ram_limit_bytes,
+        disk_bytes=files + spilled_bytes,
+        schedule=schedule,
+        directories=directories,
+        ring_bytes=chunk,
+        num_ring=num_ring,
+        staging_bytes=staging,
+        num_staging=num_staging,
+        spilled=frozenset(spilled),
+        spilled_bytes=spilled_bytes,
+        cached_state=tuple(cached),
+        cached_state_bytes=cached_bytes,
+        read_bytes=2 * absent * micro_batches
+        + sum(page.state_layout.nbytes for page in trained)
+        - cached_bytes
+        + spilled_bytes * micro_batches,
+        written_bytes=sum(page.layout.nbytes + page.state_layout.nbytes for page in updated)
+        + spilled_bytes * micro_batches,
+    )
+
+
+def _file_bytes(build: Build) -> int:
+    """Count the bytes of all files but those of spilled gradients."""
+    slots = {page.index: 1 if page.layout.optimizer is None else 2 for page in build.table}
+    weights = sum(slots[page.index] * page.layout.nbytes for page in build.table)
+    return weights + sum(2 * page.state_layout.nbytes for page in build.table)
+
+
+def _unit_need(unit: Unit, build: Build, trains: bool) -> int:
+    """Bytes that must be in RAM at once while `unit` runs, backward included."""
+    mine = [build.table[index] for index in unit.pages]
+    need = sum(page.layout.nbytes for page in mine)
+    if not trains:
+        return need
+    need += sum(page.layout.grad_bytes for page in mine if len(page.layout.units) == 1)
+    for page in build.table:
+        uses = len(page.layout.units)
+        if uses > 1:
+            # Autograd holds one partial gradient for each use that its backward has passed.
+            need += page.layout.grad_bytes * (uses if page.index in unit.pages else uses - 1)
+    return need
+
+
+def _too_small(limit: int, minimum: int, unit: str) -> BudgetError:
+    smallest_gb = math.ceil(minimum / GIB * 1e6) / 1e6
+    error = BudgetError(
+        f"max_ram_gb={limit / GIB:.6g} is too small: unit {unit} needs {minimum / 2**20:.1f} "
+        f"MiB at "
+        f"once (weights, gradients, and the frames that optimizer state streams through). The "
+        f"smallest "
+        f"that works is max_ram_gb={smallest_gb:.6f}. Raise it, or name smaller units with "
+        f"units=[...]."
+    )
+    error.smallest_gb = smallest_gb
+    return error

@@ -1,0 +1,142 @@
+"""Everything that exists while an engine is attached, put together under one budget."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from mt_lightning.engine.binding import Binder
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.commit import Committer
+from mt_lightning.engine.gradients import Gradients
+from mt_lightning.engine.machine import Machine
+from mt_lightning.engine.plan import Plan
+from mt_lightning.engine.spill import Ring, Spiller
+from mt_lightning.engine.steps import Steps, Trained
+from mt_lightning.engine.update import SelfCheck, Updater
+from mt_lightning.engine.worker import UpdateWorker
+from mt_lightning.engine.writer import PageWriter
+from mt_lightning.optim.shadow import Shadow
+from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.order import LearnedOrder
+from mt_lightning.pager.pool import PoolEntry, WeightPool
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.tiers.arena import Frame
+
+
+@dataclass
+class Runtime:
+    """The parts of an attached engine."""
+
+    build: Build
+    plan: Plan
+    budget: Budget
+    pool: WeightPool
+    binder: Binder
+    gradients: Gradients
+    worker: UpdateWorker
+    steps: Steps
+    writer: PageWriter
+    check: SelfCheck | None
+    updaters: tuple[Updater, Updater]
+    orders: dict[bool, LearnedOrder]
+    held: list[tuple[Frame, Reservation]]
+    resident: list[PoolEntry]
+
+    def end_checking(self) -> SelfCheck | None:
+        """Stop comparing parameters before and after an update; return what was found, once."""
+        check, self.check = self.check, None
+        if check is not None:
+            self.worker.drain()
+            for updater in self.updaters:
+                updater.checking = None
+        return check
+
+
+def start(
+    build: Build,
+    plan: Plan,
+    machine: Machine,
+    optimizers: list[torch.optim.Optimizer],
+    stats: Stats,
+    committer: Committer,
+    *,
+    slice_bytes: int,
+    nonfinite: str,
+) -> Runtime:
+    """Reserve what is needed for the whole run and put the parts together."""
+    budget = Budget(plan.ram_limit_bytes)
+    worker = UpdateWorker()
+    pool = WeightPool(machine.arena, budget, machine.io, stats, machine.clock, worker.retire_oldest)
+    binder = Binder(build, machine.link)
+    resident = set(build.resident)
+    gradients = Gradients(build.table, pool, machine.link, resident)
+    held: list[tuple[Frame, Reservation]] = []
+
+    def frame(nbytes: int) -> Frame:
+        reservation = budget.reserve(nbytes, "state")
+        held.append((machine.arena.alloc(nbytes), reservation))
+        return held[-1][0]
+
+    ring = Ring([frame(plan.ring_bytes) for _ in range(plan.num_ring)])
+    staging = Ring([frame(plan.staging_bytes) for _ in range(plan.num_staging)])
+    cached = {}
+    for page, chunk in plan.cached_state:
+        cached[page, chunk] = frame(build.table[page].state_layout.chunks[chunk].nbytes)
+    for index in resident:
+        budget.reserve(2 * build.table[index].layout.grad_bytes, "gradients")
+    range_bytes = min(slice_bytes, BLOCK_BYTES)
+    check = SelfCheck()
+    spiller = Spiller(machine.io, stats, staging, range_bytes)
+    updater, inline = (
+        Updater(machine.store, machine.io, stats, machine.clock, ring, spiller, cached, check)
+        for _ in range(2)
+    )
+    trained = [_trained(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
+    steps = Steps(
+        build, trained, gradients, pool, worker, updater, inline, spiller, committer, stats,
+        set(plan.spilled), nonfinite,
+    )  # fmt: skip
+    return Runtime(
+        build=build,
+        plan=plan,
+        budget=budget,
+        pool=pool,
+        binder=binder,
+        gradients=gradients,
+        worker=worker,
+        steps=steps,
+        writer=PageWriter(pool, binder),
+        check=check,
+        updaters=(updater, inline),
+        orders={True: LearnedOrder(), False: LearnedOrder()},
+        held=held,
+        resident=[],
+    )
+
+
+def stop(runtime: Runtime, machine: Machine) -> None:
+    """Give all memory back."""
+    for entry in runtime.resident:
+        runtime.pool.release(entry)
+    runtime.resident.clear()
+    runtime.pool.clear()
+    for frame, reservation in runtime.held:
+        machine.arena.free(frame)
+        reservation.free()
+    runtime.held.clear()
+    runtime.worker.close()
+    machine.arena.trim()
+
+
+def _trained(index: int, optimizer: torch.optim.Optimizer, build: Build) -> Trained:
+    pages = [page for page in build.table if page.layout.optimizer == index]
+    places = {
+        id(param): (page.index, i)
+        for page in pages
+        for i, param in enumerate(build.members[page.index].params)
+    }
+    order = [places[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    return Trained(optimizer, Shadow(optimizer), pages, order)

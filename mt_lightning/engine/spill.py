@@ -1,0 +1,169 @@
+"""Gradients that wait on disk for a deferred update, because RAM is short."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+
+from mt_lightning.engine.gradients import PageGrads, Spill, flat
+from mt_lightning.optim.norm import all_finite, grad_norm_of
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.state import Chunk
+from mt_lightning.pages.table import Page
+from mt_lightning.tiers.arena import Frame
+from mt_lightning.tiers.io import IOQueue, Ticket
+
+
+class Ring:
+    """A few frames that chunks stream through; one is reused once its write is done."""
+
+    def __init__(self, frames: list[Frame]) -> None:
+        self._free = deque(frames)
+        self._writing: deque[tuple[Frame, Ticket]] = deque()
+
+    def acquire(self, *, wait: bool = True) -> Frame | None:
+        """Return a free frame; without `wait`, None when none is free at once."""
+        if self._free:
+            return self._free.popleft()
+        if not self._writing or not (wait or self._writing[0][1].done()):
+            return None
+        frame, ticket = self._writing.popleft()
+        ticket.wait()
+        return frame
+
+    def release(self, frame: Frame, ticket: Ticket | None = None) -> None:
+        """Give a frame back, after `ticket`'s write where one is given."""
+        if ticket is None:
+            self._free.append(frame)
+        else:
+            self._writing.append((frame, ticket))
+
+
+class Spiller:
+    """Moves gradients between RAM and the gradient plane; called from the update worker only.
+
+    The plane mirrors the weight plane and is read and written in ranges of `range_bytes`, through
+    staging frames: tensors made by autograd are not aligned for direct I/O.
+    """
+
+    def __init__(self, io: IOQueue, stats: Stats, staging: Ring, range_bytes: int) -> None:
+        self._io = io
+        self._stats = stats
+        self._staging = staging
+        self._range = range_bytes
+
+    def spill(self, page: Page, grads: PageGrads, *, measure: bool) -> None:
+        """Add a page's gradient in RAM to its sum on disk, and drop it from RAM.
+
+        Args:
+            page: The page.
+            grads: The gradient.
+            measure: Whether this may complete the sum, so that norms and finiteness are taken.
+        """
+        self._add_sum(page, grads)
+        spill = grads.spill
+        if measure:
+            for i, grad in enumerate(grads.ram):
+                if grad is not None:
+                    spill.norms[i] = grad_norm_of(grad)
+                    spill.finite &= all_finite(grad)
+        for start, stop in self._ranges(page):
+            frame = self._acquire()
+            if start in spill.sums:
+                # What other parameters have on disk in this range must survive the rewrite.
+                self._read(page, spill, start, stop, frame)
+            else:
+                frame.tensor[: stop - start].zero_()
+            for i, grad in enumerate(grads.ram):
+                if grad is not None:
+                    for stored, part in _overlap(page, i, grad, start, stop, frame):
+                        stored.copy_(part)
+            name = f"{page.layout.key}.grad.0"
+            ticket = self._io.write(name, [(start, frame.memory[: stop - start])]).wait()
+            spill.sums[start] = list(ticket.sums)
+            self.release(frame)
+        spill.present.update(i for i, grad in enumerate(grads.ram) if grad is not None)
+        grads.ram = [None] * len(grads.ram)
+        self._stats.spills += 1
+
+    def gather(self, page: Page, grads: PageGrads) -> None:
+        """Complete in RAM what an update needs whole.
+
+        Sums on disk are added to gradients of the last micro-batch. Where the optimizer needs whole
+        tensors, gradients that are only on disk are read back too.
+        """
+        self._add_sum(page, grads)
+        if page.state_layout.sliced or not grads.spill.present:
+            return
+        missing = [i for i in grads.spill.present if grads.ram[i] is None]
+        for i in missing:
+            spec = page.layout.params[i]
+            stride = spec.stride if spec.dense else torch.empty(spec.shape, device="meta").stride()
+            grads.ram[i] = torch.empty_strided(spec.shape, stride, dtype=spec.dtype)
+        for stored, part in self._sums(page, grads, missing):
+            part.copy_(stored)
+
+    def stage(self, page: Page, grads: PageGrads, chunk: Chunk) -> Frame | None:
+        """Read one slice of gradients, where some are only on disk; give back with `release`."""
+        if not page.state_layout.sliced or not any(
+            grads.ram[s.param] is None and s.param in grads.spill.present for s in chunk.segments
+        ):
+            return None
+        frame = self._acquire()
+        self._read(page, grads.spill, chunk.start, chunk.stop, frame)
+        return frame
+
+    def release(self, frame: Frame) -> None:
+        """Give a staging frame back."""
+        self._staging.release(frame)
+
+    def _add_sum(self, page: Page, grads: PageGrads) -> None:
+        present = grads.spill.present
+        both = [i for i, grad in enumerate(grads.ram) if grad is not None and i in present]
+        for stored, part in self._sums(page, grads, both):
+            part.add_(stored)
+
+    def _sums(
+        self, page: Page, grads: PageGrads, params: list[int]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Read the sums on disk; yield each stored part beside the part of the tensor in RAM."""
+        if not params:
+            return
+        for start, stop in self._ranges(page):
+            if start in grads.spill.sums:
+                frame = self._acquire()
+                self._read(page, grads.spill, start, stop, frame)
+                for i in params:
+                    grad = grads.ram[i]
+                    assert grad is not None
+                    yield from _overlap(page, i, grad, start, stop, frame)
+                self.release(frame)
+
+    def _ranges(self, page: Page) -> Iterator[tuple[int, int]]:
+        for start in range(0, page.layout.nbytes, self._range):
+            yield start, min(start + self._range, page.layout.nbytes)
+
+    def _acquire(self) -> Frame:
+        frame = self._staging.acquire()
+        assert frame is not None
+        return frame
+
+    def _read(self, page: Page, spill: Spill, start: int, stop: int, frame: Frame) -> None:
+        pieces = [(start, frame.memory[: stop - start])]
+        self._io.read(f"{page.layout.key}.grad.0", pieces, sums=list(spill.sums[start])).wait()
+
+
+def _overlap(
+    page: Page, param: int, grad: torch.Tensor, start: int, stop: int, frame: Frame
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the part of one parameter inside a range: as stored in `frame`, and in `grad`."""
+    spec = page.layout.params[param]
+    size = spec.dtype.itemsize
+    first = max(0, (start - spec.offset) // size)
+    last = min(spec.numel, (stop - spec.offset) // size)
+    if first < last:
+        at = spec.offset + first * size - start
+        stored = frame.tensor[at : at + (last - first) * size].view(spec.dtype)
+        yield stored, flat(grad)[first:last]

@@ -1,0 +1,356 @@
+"""When a page is updated: at once behind backward, or just before its next forward.
+
+[Note: two schedules, no staleness]
+eager: a page is updated as soon as its last gradient has arrived and autograd has let go of its
+frame, while backward goes on. deferred: gradients wait (in RAM, or on disk) until the whole step is
+known, for clipping or a finite check, and a page is updated just before its next forward, while the
+units before it compute. Either way a page is updated before it is used again: the result is that of
+plain training.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.commit import Committer
+from mt_lightning.engine.gradients import Gradients, PageGrads
+from mt_lightning.engine.spill import Spiller
+from mt_lightning.engine.update import PageUpdate, Updater
+from mt_lightning.engine.worker import UpdateWorker
+from mt_lightning.errors import StepError
+from mt_lightning.optim.norm import Clip, all_finite, clip_coefficient, grad_norm_of, total_norm
+from mt_lightning.optim.shadow import Hyper, Shadow, snapshot
+from mt_lightning.pager.pool import PoolEntry, WeightPool
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.table import Page
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class _Due:
+    """An update that waits for its page's next forward."""
+
+    grads: PageGrads
+    hyper: Hyper
+    clip: Clip
+
+
+@dataclass
+class Trained:
+    """One user optimizer and what belongs to it."""
+
+    optimizer: torch.optim.Optimizer
+    shadow: Shadow
+    pages: list[Page]
+    order: list[tuple[int, int]] = field(default_factory=list)
+    """Page and position of each parameter, in the order of the param groups."""
+    first_hyper: Hyper | None = None
+    """Hyper-parameters of the first step."""
+
+
+class Steps:
+    """Turns gradients into updates and updates into commits."""
+
+    def __init__(
+        self,
+        build: Build,
+        trained: list[Trained],
+        gradients: Gradients,
+        pool: WeightPool,
+        worker: UpdateWorker,
+        updater: Updater,
+        inline: Updater,
+        spiller: Spiller,
+        committer: Committer,
+        stats: Stats,
+        spilled: set[int],
+        nonfinite: str,
+    ) -> None:
+        self._build = build
+        self._table = build.table
+        self.trained = trained
+        self._gradients = gradients
+        self._pool = pool
+        self._worker = worker
+        self._updater = updater
+        self._inline = inline
+        self._spiller = spiller
+        self._committer = committer
+        self._stats = stats
+        self._spilled = spilled
+        self._nonfinite = nonfinite
+        self._resident = set(build.resident)
+        self._armed: int | None = None
+        self._hyper: Hyper | None = None
+        self._ready: list[Page] = []
+        self._due: dict[int, _Due] = {}
+        self._clips: dict[int, Clip] = {}
+        self._uncommitted = False
+        self.count = committer.step
+        self.partial = False
+        """Whether a step has begun to change pages and is not finished."""
+        self.last_norm: float | None = None
+
+    # -- backward ---------------------------------------------------------------------------------
+
+    def arm(self, optimizer: int) -> None:
+        """Let the coming backward update pages of `optimizer` as their gradients complete."""
+        self._armed, self._hyper = optimizer, None
+
+    def disarm(self) -> None:
+        """End eager updates."""
+        self._armed, self._hyper = None, None
+
+    def before_backward(self) -> None:
+        """Finish the step before: units that the forward did not reach are updated now."""
+        self.flush()
+
+    def on_complete(self, page: Page) -> None:
+        """Take note that `page` has all its gradients of this backward."""
+        if page.index in self._resident:
+            return
+        if self._armed is not None and page.layout.optimizer == self._armed:
+            self._ready.append(page)
+        elif page.index in self._spilled:
+            part = self._gradients.take_ram(page)
+            if part is not None:
+                self._worker.submit(
+                    lambda: self._spiller.spill(page, part, measure=True), page.index, part.free
+                )
+
+    def submit_ready(self) -> None:
+        """Submit eager updates of pages whose frames autograd has let go of."""
+        waiting = []
+        for page in self._ready:
+            entry = self._pool.entry(page)
+            if entry is not None and entry.frame.in_use():
+                waiting.append(page)
+            else:
+                self._submit_eager(page)
+        self._ready = waiting
+
+    def _submit_eager(self, page: Page) -> None:
+        assert self._armed is not None
+        self._gradients.check_cleared(page)
+        grads = self._gradients.take(page)
+        if grads is None:
+            return
+        if self._hyper is None:
+            self._hyper = snapshot(self.trained[self._armed].optimizer)
+        self.partial = True
+        self._submit(page, _Due(grads, self._hyper, self._clips.get(self._armed, Clip())))
+
+    # -- step -------------------------------------------------------------------------------------
+
+    def clip_norm(self, optimizer: int, max_norm: float) -> torch.Tensor:
+        """Scale gradients when `optimizer` steps, so that their norm is at most `max_norm`."""
+        norms, dtypes = self._norms(optimizer)
+        norm = total_norm(norms, dtypes)
+        if norms:
+            self._set_clip(optimizer, Clip(coefficient=clip_coefficient(float(max_norm), norm)))
+        self.last_norm = float(norm)
+        return norm
+
+    def clip_value(self, optimizer: int, value: float) -> None:
+        """Clamp the gradients of `optimizer` when it steps."""
+        self._set_clip(optimizer, Clip(value=float(value)))
+
+    def _set_clip(self, optimizer: int, clip: Clip) -> None:
+        if optimizer in self._clips:
+            raise StepError(
+                "gradients were clipped twice before one step; strategy='megatrain' applies one "
+                "clipping per step. Remove gradient_clip_val from the Trainer, or your own call."
+            )
+        self._clips[optimizer] = clip
+
+    def _norms(self, optimizer: int) -> tuple[list[torch.Tensor], list[torch.dtype]]:
+        self._worker.drain()
+        norms, dtypes = [], []
+        for index, param in self.trained[optimizer].order:
+            page = self._table[index]
+            held = self._gradients.held(page)
+            if held is None or not held.has(param):
+                continue
+            grad = held.ram[param]
+            norms.append(held.spill.norms[param] if grad is None else grad_norm_of(grad))
+            dtypes.append(page.layout.params[param].dtype)
+        return norms, dtypes
+
+    def _finite(self, optimizer: int) -> bool:
+        self._worker.drain()
+        for page in self.trained[optimizer].pages:
+            held = self._gradients.held(page)
+            if held is not None and not (
+                held.spill.finite and all(g is None or all_finite(g) for g in held.ram)
+            ):
+                return False
+        return True
+
+    def step(self, optimizer: int) -> bool:
+        """Apply the gradients of `optimizer`; False when the step was skipped.
+
+        Raises:
+            StepError: A gradient is not finite and nonfinite="raise".
+        """
+        trained = self.trained[optimizer]
+        for page in trained.pages:
+            self._gradients.check_cleared(page)
+        if self._nonfinite != "propagate" and not self._finite(optimizer):
+            self._clips.pop(optimizer, None)
+            self._gradients.clear(trained.pages)
+            if self._nonfinite == "raise":
+                raise StepError(
+                    f"step {self.count + 1}: a gradient is NaN or infinite and "
+                    f"nonfinite='raise'. No "
+                    "parameter was changed. Lower the learning rate, clip, or set nonfinite='skip'."
+                )
+            self._stats.skipped_steps += 1
+            log.warning("step skipped: a gradient is NaN or infinite (nonfinite='skip').")
+            return False
+        hyper = (
+            self._hyper if self._armed == optimizer and self._hyper else snapshot(trained.optimizer)
+        )
+        trained.first_hyper = trained.first_hyper or hyper
+        clip = self._clips.get(optimizer, Clip())
+        eager = self._armed == optimizer
+        self._ready.clear()
+        for page in trained.pages:
+            if not eager and page.index in self._due:
+                self._submit_due(page)
+            grads = self._gradients.take(page)
+            if grads is None:
+                continue
+            due = _Due(grads, hyper, clip)
+            if page.index in self._resident:
+                self._update_now(page, due)
+            elif eager:
+                self._submit(page, due)
+            else:
+                self._due[page.index] = due
+        self._gradients.expect_clearing(trained.pages)
+        self._clips.pop(optimizer, None)
+        self.disarm()
+        self.partial = False
+        self.count += 1
+        self._stats.steps += 1
+        self._uncommitted = True
+        if eager:
+            self._commit()
+        return True
+
+    def zero_grad(self, optimizer: int) -> None:
+        """Drop the gradients of `optimizer`."""
+        self._gradients.clear(self.trained[optimizer].pages)
+        self._clips.pop(optimizer, None)
+
+    # -- deferred ---------------------------------------------------------------------------------
+
+    def is_due(self, page: Page) -> bool:
+        """Return whether an update of `page` waits."""
+        return page.index in self._due
+
+    def before_use(self, page: Page) -> None:
+        """Make sure that `page` is updated before it is read."""
+        if page.index in self._due:
+            self._submit_due(page)
+        self._worker.retire_page(page.index)
+
+    def ahead_of_use(self, page: Page) -> None:
+        """Begin an update that will be needed soon, if its weights can be had."""
+        if page.index in self._due and self._pool.prefetch(page):
+            self._submit_due(page)
+
+    def flush(self) -> None:
+        """Submit everything due, then the commit of the step."""
+        for index in list(self._due):
+            self._submit_due(self._table[index])
+        self._commit()
+
+    def drain(self) -> None:
+        """Apply and commit everything, and wait for it."""
+        self.flush()
+        self._worker.drain()
+
+    def _submit_due(self, page: Page) -> None:
+        self._submit(page, self._due.pop(page.index))
+
+    def _commit(self) -> None:
+        if self._uncommitted:
+            self._uncommitted = False
+            step = self.count
+            self._worker.submit(
+                lambda: self._committer.commit(step, self.take_touched), None, lambda: None
+            )
+
+    def commit_now(self, *, weights: bool = False) -> None:
+        """Commit what was written outside a step; nothing is pending.
+
+        Args:
+            weights: Whether every weight plane may have been written.
+        """
+        touched = self.take_touched()
+        touched |= {page.weight.file for page in self._table if weights}
+        self._committer.commit(self.count, lambda: touched)
+
+    def take_touched(self) -> set[str]:
+        """Return and forget the files written since the last commit."""
+        touched = set()
+        for updater in (self._updater, self._inline):
+            touched |= updater.touched
+            updater.touched = set()
+        return touched
+
+    def _submit(self, page: Page, due: _Due) -> None:
+        self._worker.retire_page(page.index)
+        missing = due.grads.spill.present and not page.state_layout.sliced
+        entry = self._pool.pin(page)
+        if entry.frame.in_use():
+            entry = self._pool.copy_on_write(page)
+        if missing and not due.grads.reservations:
+            what = f"the gradients of page {page.layout.key}, which its optimizer needs whole,"
+            due.grads.reservations.append(
+                self._pool.reserve(page.layout.grad_bytes, "gradients", what)
+            )
+        job = self._job(page, due, entry)
+
+        def retire() -> None:
+            due.grads.free()
+            self._pool.release(entry)
+
+        self._worker.submit(lambda: self._updater.update(job), page.index, retire)
+
+    def _update_now(self, page: Page, due: _Due) -> None:
+        """Update a resident page on this thread; it is tiny and no forward announces its use."""
+        self._worker.drain_commits()
+        entry = self._pool.pin(page)
+        self._inline.update(self._job(page, due, entry))
+        due.grads.free()
+        self._pool.release(entry)
+
+    def _job(self, page: Page, due: _Due, entry: PoolEntry) -> PageUpdate:
+        assert page.layout.optimizer is not None
+        groups = self._build.members[page.index].groups
+        shadow = self.trained[page.layout.optimizer].shadow
+        return PageUpdate(page, entry, due.grads, groups, shadow, due.hyper, due.clip)
+
+    def reset(self) -> list[BaseException]:
+        """Forget everything that is not committed; return what running jobs raised."""
+        errors = self._worker.abandon()
+        for due in self._due.values():
+            due.grads.free()
+        self._due.clear()
+        self._ready.clear()
+        self._clips.clear()
+        self._gradients.reset()
+        self.disarm()
+        self.partial = self._uncommitted = False
+        self.count = self._committer.step
+        for updater in (self._updater, self._inline):
+            updater.forget()
+            updater.touched = set()
+        return errors

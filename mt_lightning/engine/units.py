@@ -1,0 +1,119 @@
+"""Find the units of a model, the modules that run as one piece: by rule, without a model table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from mt_lightning.errors import ConfigError
+
+RESIDENT_BYTES = 16 << 10
+"""A module beside the layers with fewer bytes stays in RAM: its page would be all overhead."""
+
+
+@dataclass
+class Unit:
+    """One module that is bound, run and released as a whole.
+
+    Attributes:
+        index: Position in the order of the model.
+        name: Qualified name of the module.
+        module: The module.
+        pages: Indices of the pages it needs, filled when pages are laid out.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    pages: list[int] = field(default_factory=list)
+
+
+def find_units(root: nn.Module, class_names: Sequence[str] | None = None) -> list[Unit]:
+    """Return the units of `root` in the order of the model.
+
+    Layers are, in this order of preference: modules whose class (or a base class) bears one of
+    `class_names`; transformers' `GradientCheckpointingLayer`; the items of the outermost
+    `ModuleList` or `Sequential`. Beside the layers, every topmost module that holds parameters
+    itself is a unit. What no unit holds (parameters of a module that contains layers, tiny modules)
+    stays in RAM.
+
+    Raises:
+        ConfigError: A class name matches no module.
+    """
+    layers = _layers(root, class_names)
+    chosen: dict[int, str] = {id(module): name for name, module in layers}
+    _rest("", root, chosen, {id(root)})
+    return [
+        Unit(index, name, module)
+        for index, (name, module) in enumerate(
+            (name, module) for name, module in root.named_modules() if id(module) in chosen
+        )
+    ]
+
+
+def _layers(root: nn.Module, class_names: Sequence[str] | None) -> list[tuple[str, nn.Module]]:
+    if class_names:
+        found = _outermost(root, lambda module: bool(_bases(module) & set(class_names)))
+        seen = set().union(*(_bases(module) for _, module in found)) if found else set()
+        missing = [name for name in class_names if name not in seen]
+        if missing:
+            known = sorted({type(module).__name__ for module in root.modules()})
+            raise ConfigError(
+                f"units={list(class_names)}: no module of class {', '.join(missing)} in "
+                f"{type(root).__name__}. Classes it has: {', '.join(known)}."
+            )
+        return found
+    found = _outermost(root, lambda module: "GradientCheckpointingLayer" in _bases(module))
+    return found or _items(root)
+
+
+def _bases(module: nn.Module) -> set[str]:
+    return {base.__name__ for base in type(module).__mro__}
+
+
+def _outermost(root: nn.Module, wanted, prefix: str = "") -> list[tuple[str, nn.Module]]:
+    found = []
+    for name, child in root.named_children():
+        path = f"{prefix}{name}"
+        if wanted(child):
+            found.append((path, child))
+        else:
+            found.extend(_outermost(child, wanted, f"{path}."))
+    return found
+
+
+def _items(root: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the items of the outermost lists; lists of lists are opened."""
+
+    def is_list(module: nn.Module) -> bool:
+        return type(module) in (nn.ModuleList, nn.Sequential)
+
+    found = []
+    lists = [("", root)] if is_list(root) else _outermost(root, is_list)
+    while lists:
+        path, container = lists.pop(0)
+        for name, child in container.named_children():
+            child_path = f"{path}.{name}" if path else name
+            if is_list(child):
+                lists.append((child_path, child))
+            elif next(child.parameters(), None) is not None:
+                found.append((child_path, child))
+    return found
+
+
+def _rest(path: str, module: nn.Module, chosen: dict[int, str], seen: set[int]) -> None:
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if id(child) in seen or id(child) in chosen:
+            continue
+        seen.add(id(child))
+        holds_layers = any(id(inner) in chosen for inner in child.modules())
+        own = any(True for _ in child.parameters(recurse=False))
+        runs = type(child).forward is not nn.Module.forward
+        if own and runs and not holds_layers:
+            if sum(p.numel() * p.element_size() for p in child.parameters()) >= RESIDENT_BYTES:
+                chosen[id(child)] = child_path
+        else:
+            _rest(child_path, child, chosen, seen)

@@ -1,0 +1,99 @@
+"""The update worker: one thread that runs jobs in the order they were submitted."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+MAX_PENDING = 2
+"""More pending updates than this would only pile up gradients behind the disk."""
+
+
+@dataclass
+class _Job:
+    future: Future[None]
+    page: int | None
+    on_retire: Callable[[], None]
+
+
+class UpdateWorker:
+    """Runs jobs one after the other; the training thread retires them in the same order.
+
+    A job counts as pending until it is retired, however early it finished: what the training thread
+    decides then never depends on the speed of the worker. After a job has failed no later one runs.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatrain-update")
+        self._pending: deque[_Job] = deque()
+        self._error: BaseException | None = None
+
+    def submit(
+        self, run: Callable[[], None], page: int | None, on_retire: Callable[[], None]
+    ) -> None:
+        """Queue a job; for one that holds a page, wait while too many are pending."""
+        while (
+            page is not None and sum(job.page is not None for job in self._pending) >= MAX_PENDING
+        ):
+            self.retire_oldest()
+        self._pending.append(_Job(self._pool.submit(self._run, run), page, on_retire))
+
+    def _run(self, run: Callable[[], None]) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            run()
+        except BaseException as error:
+            self._error = error
+            raise
+
+    def is_pending(self, page: int) -> bool:
+        """Return whether a job holds the page."""
+        return any(job.page == page for job in self._pending)
+
+    def retire_oldest(self) -> bool:
+        """Wait for the oldest job and let go of what it held; False when there is none.
+
+        Raises:
+            Exception: What the job raised.
+        """
+        if not self._pending:
+            return False
+        job = self._pending.popleft()
+        try:
+            job.future.result()
+        finally:
+            job.on_retire()
+        return True
+
+    def retire_page(self, page: int) -> None:
+        """Retire jobs until none holds the page."""
+        while self.is_pending(page):
+            self.retire_oldest()
+
+    def drain_commits(self) -> None:
+        """Retire jobs until no commit is pending."""
+        while any(job.page is None for job in self._pending):
+            self.retire_oldest()
+
+    def drain(self) -> None:
+        """Retire every job."""
+        while self.retire_oldest():
+            pass
+
+    def abandon(self) -> list[BaseException]:
+        """Wait for every job, return what they raised; the worker can be used again."""
+        errors = []
+        while self._pending:
+            try:
+                self.retire_oldest()
+            except BaseException as error:
+                errors.append(error)
+        self._error = None
+        return errors
+
+    def close(self) -> None:
+        """End the thread."""
+        self._pool.shutdown(wait=True)

@@ -1,0 +1,1 @@
+"""The update on blocks of memory: pure arithmetic that knows no page, no file and no thread."""

@@ -1,0 +1,152 @@
+"""Step the user's own optimizer class on memory that the user's optimizer never sees.
+
+[Note: shadow stepping]
+A shadow is an object of the user's class that shares nothing mutable with the user's optimizer. It
+is given views of the page in RAM as its parameters, gradients and state, and its own `step` runs on
+them. So whatever the class computes is computed, by the same code, to the same bits; and its
+hyper-parameters are those of the moment when the step was asked for, not of when the worker gets to
+it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mt_lightning.errors import ConfigError
+
+_OWN_ATTRIBUTES = (
+    "step",
+    "zero_grad",
+    "state_dict",
+    "load_state_dict",
+    "state",
+    "param_groups",
+)
+
+
+@dataclass(frozen=True)
+class Hyper:
+    """Hyper-parameters of one optimizer, frozen when its step was asked for."""
+
+    groups: tuple[dict[str, Any], ...]
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> Hyper:
+    """Freeze the hyper-parameters of `optimizer`; the scheduler may move on."""
+    return Hyper(
+        tuple(
+            {
+                key: value.detach().clone() if isinstance(value, torch.Tensor) else value
+                for key, value in group.items()
+                if key != "params"
+            }
+            for group in optimizer.param_groups
+        )
+    )
+
+
+class Shadow:
+    """The twin of one user optimizer; each step makes its own, so threads may share it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._class = type(optimizer)
+        self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN_ATTRIBUTES}
+        for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            self._attributes[name] = OrderedDict()
+
+    @torch.no_grad()
+    def step(
+        self,
+        hyper: Hyper,
+        params: list[torch.Tensor],
+        groups: list[int],
+        states: list[dict[str, Any]],
+    ) -> list[dict[str, Any]]:
+        """Step `params`, each with its gradient in `.grad`.
+
+        Args:
+            hyper: The frozen hyper-parameters.
+            params: Views to update in place, in any shape.
+            groups: For each, the index of its param group.
+            states: For each, its state so far; empty before its first step. Tensors are updated
+                in place.
+
+        Returns:
+            The state of each after the step.
+        """
+        twin = self._run(hyper, params, groups, states)
+        return [dict(twin.state[param]) if param in twin.state else {} for param in params]
+
+    def _run(
+        self,
+        hyper: Hyper,
+        params: list[torch.Tensor],
+        groups: list[int],
+        states: list[dict[str, Any]],
+    ) -> torch.optim.Optimizer:
+        twin = self._class.__new__(self._class)
+        twin.__dict__.update(self._attributes)
+        members: dict[int, list[torch.Tensor]] = {}
+        for param, group in zip(params, groups, strict=True):
+            members.setdefault(group, []).append(param)
+        twin.param_groups = [
+            {**hyper.groups[group], "params": members[group]} for group in sorted(members)
+        ]
+        twin.state = defaultdict(dict)
+        for param, state in zip(params, states, strict=True):
+            if state:
+                twin.state[param] = state
+        self._class.step(twin)
+        return twin
+
+
+def probe_state(
+    optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Find what state the optimizer keeps for a parameter by stepping a shadow on zeros.
+
+    Args:
+        optimizer: The user's optimizer; it is not touched.
+        group: Index of the param group.
+        shape: Shape to try; a few elements are enough for an element-wise class.
+        dtype: dtype of the parameter.
+
+    Raises:
+        ConfigError: The step changed its own param group or kept state outside parameters: updates
+        of
+            different parameters are then coupled and cannot run one unit at a time.
+    """
+    param = torch.zeros(shape, dtype=dtype)
+    param.grad = torch.zeros(shape, dtype=dtype)
+    shadow = Shadow(optimizer)
+    hyper = snapshot(optimizer)
+    try:
+        with torch.no_grad():
+            twin = shadow._run(hyper, [param], [group], [{}])
+    except Exception as error:
+        raise ConfigError(
+            f"{type(optimizer).__name__} could not take a trial step on a parameter of shape "
+            f"{shape}: {error}. strategy='megatrain' steps each parameter by itself; an optimizer "
+            "that needs all of them at once cannot be paged."
+        ) from error
+    after = {k: v for k, v in twin.param_groups[0].items() if k != "params"}
+    before = hyper.groups[group]
+    changed = [k for k, v in after.items() if k not in before or _differs(v, before[k])]
+    if changed or any(key is not param for key in twin.state):
+        what = f"param group entries {changed}" if changed else "state outside its parameters"
+        raise ConfigError(
+            f"{type(optimizer).__name__} couples its parameters through {what}, so they cannot be "
+            "updated one unit at a time. Use an optimizer whose step treats parameters separately, "
+            "such as torch.optim.AdamW."
+        )
+    return dict(twin.state[param]) if param in twin.state else {}
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return not torch.equal(value, before)
+    return bool(value != before)

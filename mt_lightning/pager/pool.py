@@ -1,0 +1,241 @@
+"""Weight frames in RAM: pinned while needed, least recently used dropped first.
+
+[Note: decisions do not depend on timing]
+Every decision (what to read, what to drop, when to wait) is taken by the thread that trains, from
+byte counts and the order of visits alone. A read or an update that is still under way counts as
+present; whoever needs its result waits. So the bytes moved by a run are the same on a fast and on a
+slow drive, and an independent simulator can predict them.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+from mt_lightning.errors import BudgetError
+from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.stats import Clock, Stats
+from mt_lightning.pages.table import Page
+from mt_lightning.tiers.arena import Arena, Frame
+from mt_lightning.tiers.io import IOQueue, Ticket
+
+
+class PoolEntry:
+    """One page's weights in RAM.
+
+    Attributes:
+        page: The page.
+        frame: Its memory.
+        pins: How many users forbid eviction.
+        dirty: Whether the frame holds bytes that no slot has.
+    """
+
+    def __init__(self, page: Page, frame: Frame, reservation: Reservation) -> None:
+        self.page = page
+        self.frame = frame
+        self.reservation = reservation
+        self.pins = 0
+        self.dirty = False
+        self.read: Ticket | None = None
+
+    def wait(self) -> None:
+        """Block until the weights have been read and checked."""
+        if self.read is not None:
+            self.read.wait()
+            self.read = None
+
+
+class WeightPool:
+    """The frames of all pages whose weights are in RAM, under one budget."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        budget: Budget,
+        io: IOQueue,
+        stats: Stats,
+        clock: Clock,
+        retire_oldest: Callable[[], bool],
+    ) -> None:
+        self._arena = arena
+        self._budget = budget
+        self._io = io
+        self._stats = stats
+        self._clock = clock
+        self._retire_oldest = retire_oldest
+        self._entries: OrderedDict[int, PoolEntry] = OrderedDict()
+        self._orphans: list[tuple[Frame, Reservation]] = []
+
+    def pin(self, page: Page) -> PoolEntry:
+        """Keep `page` in RAM until released, starting to read it where absent.
+
+        Raises:
+            BudgetError: Everything else in RAM is in use and the page does not fit beside it.
+        """
+        entry = self._entries.get(page.index)
+        self._stats.pins += 1
+        if entry is None:
+            self._stats.faults += 1
+            self.make_room(page.layout.nbytes, f"the weights of page {page.layout.key}")
+            entry = self._load(page)
+        elif entry.read is not None and not entry.read.done():
+            self._stats.faults += 1
+        self._entries.move_to_end(page.index)
+        entry.pins += 1
+        return entry
+
+    def release(self, entry: PoolEntry) -> None:
+        """End one pin."""
+        assert entry.pins > 0
+        entry.pins -= 1
+
+    def prefetch(self, page: Page) -> bool:
+        """Begin to read `page` if that takes nothing in use from anyone; True when it is in RAM."""
+        if page.index in self._entries:
+            self._entries.move_to_end(page.index)
+            return True
+        while self._budget.available_bytes < page.layout.nbytes:
+            victim = self._victim()
+            if victim is None:
+                return False
+            self._evict(victim)
+        self._stats.prefetches += 1
+        self._load(page)
+        return True
+
+    def make_room(self, nbytes: int, what: str) -> None:
+        """Drop frames, then wait for updates, until `nbytes` can be reserved.
+
+        Raises:
+            BudgetError: That many bytes cannot be had while what is in use stays.
+        """
+        self._collect_orphans()
+        while self._budget.available_bytes < nbytes:
+            victim = self._victim()
+            if victim is not None:
+                self._evict(victim)
+                continue
+            with self._stats.timing("stall_memory_s", self._clock):
+                if self._retire_oldest():
+                    continue
+            self._collect_orphans()
+            if self._budget.available_bytes >= nbytes:
+                break
+            used = ", ".join(
+                f"{purpose} {count / 2**20:.2f} MiB"
+                for purpose, count in self._budget.by_purpose.items()
+                if count
+            )
+            raise BudgetError(
+                f"{what} need {nbytes} bytes, but only {self._budget.available_bytes} of "
+                f"max_ram_gb={self._budget.limit_bytes / 2**30:.3f} GiB are not in use ({used}). "
+                "Raise max_ram_gb, or name smaller units with units=[...]."
+            )
+
+    def reserve(self, nbytes: int, purpose: str, what: str) -> Reservation:
+        """Make room and reserve."""
+        self.make_room(nbytes, what)
+        self._trim(nbytes)
+        return self._budget.reserve(nbytes, purpose)
+
+    def copy_on_write(self, page: Page) -> PoolEntry:
+        """Give `page` a fresh copy of its frame; the old one lives until its last view dies."""
+        old = self._entries[page.index]
+        self.make_room(page.layout.nbytes, f"a second copy of page {page.layout.key}")
+        frame, reservation = self._allocate(page.layout.nbytes)
+        frame.tensor.copy_(old.frame.tensor)
+        self._orphans.append((old.frame, old.reservation))
+        old.frame, old.reservation = frame, reservation
+        return old
+
+    def write_back(self, entry: PoolEntry) -> None:
+        """Write a dirty frame to the slot that the last commit does not name."""
+        entry.wait()
+        plane = entry.page.weight
+        slot = plane.next_slot
+        ticket = self._io.write(f"{plane.key}.{slot}", [(0, entry.frame.memory)])
+        ticket.wait()
+        plane.advance(slot, [list(ticket.sums)])
+        entry.dirty = False
+
+    def flush(self) -> None:
+        """Write back every dirty frame."""
+        for entry in list(self._entries.values()):
+            if entry.dirty:
+                self.write_back(entry)
+
+    def drop(self, page: Page) -> None:
+        """Forget the frame of `page`, whatever it holds."""
+        entry = self._entries.get(page.index)
+        if entry is not None:
+            entry.dirty = False
+            self._evict(entry)
+
+    def clear(self) -> None:
+        """Forget every frame; frames that still have views live on as orphans."""
+        for entry in list(self._entries.values()):
+            if entry.read is not None:
+                entry.read.wait()
+            entry.pins, entry.dirty, entry.read = 0, False, None
+            self._evict(entry)
+        self._collect_orphans()
+
+    def entry(self, page: Page) -> PoolEntry | None:
+        """Return the entry of `page` where its weights are in RAM."""
+        return self._entries.get(page.index)
+
+    def _load(self, page: Page) -> PoolEntry:
+        entry = PoolEntry(page, *self._allocate(page.layout.nbytes))
+        plane = page.weight
+        if plane.slot is None:
+            entry.frame.tensor.zero_()
+        else:
+            self._stats.reloads += 1
+            entry.read = self._io.read(
+                plane.file, [(0, entry.frame.memory)], sums=list(plane.sums[0])
+            )
+        self._entries[page.index] = entry
+        return entry
+
+    def _allocate(self, nbytes: int) -> tuple[Frame, Reservation]:
+        if not self._arena.has_free(nbytes):
+            self._trim(nbytes)
+        reservation = self._budget.reserve(nbytes, "weights")
+        return self._arena.alloc(nbytes), reservation
+
+    def _victim(self) -> PoolEntry | None:
+        for entry in self._entries.values():
+            if not entry.pins and not entry.frame.in_use():
+                return entry
+        return None
+
+    def _evict(self, entry: PoolEntry) -> None:
+        assert not entry.pins
+        entry.wait()
+        if entry.dirty:
+            self.write_back(entry)
+        del self._entries[entry.page.index]
+        self._stats.evictions += 1
+        if entry.frame.in_use():
+            self._orphans.append((entry.frame, entry.reservation))
+            return
+        self._arena.free(entry.frame)
+        entry.reservation.free()
+
+    def _collect_orphans(self) -> None:
+        alive = []
+        for frame, reservation in self._orphans:
+            if frame.in_use():
+                alive.append((frame, reservation))
+            else:
+                self._arena.free(frame)
+                reservation.free()
+        self._orphans = alive
+
+    def _trim(self, nbytes: int) -> None:
+        """Unmap free frames that would push real memory above the limit."""
+        framed = self._budget.by_purpose["weights"] + self._budget.by_purpose["state"]
+        idle = self._arena.held_bytes - framed
+        excess = idle - (self._budget.available_bytes - nbytes)
+        if idle > 0 and excess > 0:
+            self._arena.trim(excess)

@@ -1,0 +1,66 @@
+"""What paging did and where its time went; only ever grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+Clock = Callable[[], float]
+
+
+@dataclass
+class Stats:
+    """Cumulative counters of one engine.
+
+    Attributes:
+        steps: Optimizer steps applied.
+        skipped_steps: Steps dropped because of a non-finite gradient.
+        commits: Commit records written.
+        pins: Times a page was needed.
+        faults: Pins that found the page absent or still on its way.
+        reloads: Weight planes read from disk.
+        evictions: Weight planes dropped from RAM.
+        prefetches: Reads begun ahead of need.
+        spills: Gradient planes written to disk.
+        bytes_read: Payload bytes read from page files.
+        bytes_written: Payload bytes written to page files.
+        stall_read_s: Time training waited for weights.
+        stall_update_s: Time training waited for an update that holds a page it needs.
+        stall_memory_s: Time training waited for an update to give memory back.
+        update_s: Time the update worker spent stepping optimizers.
+        ram_used_bytes: Bytes reserved now.
+        ram_peak_bytes: Most bytes ever reserved.
+    """
+
+    steps: int = 0
+    skipped_steps: int = 0
+    commits: int = 0
+    pins: int = 0
+    faults: int = 0
+    reloads: int = 0
+    evictions: int = 0
+    prefetches: int = 0
+    spills: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    stall_read_s: float = 0.0
+    stall_update_s: float = 0.0
+    stall_memory_s: float = 0.0
+    update_s: float = 0.0
+    ram_used_bytes: int = 0
+    ram_peak_bytes: int = 0
+
+    def snapshot(self) -> dict[str, float]:
+        """Return all counters as a dict."""
+        return asdict(self)
+
+    @contextmanager
+    def timing(self, field: str, clock: Clock = time.perf_counter) -> Iterator[None]:
+        """Add the time spent inside to `field`."""
+        start = clock()
+        try:
+            yield
+        finally:
+            setattr(self, field, getattr(self, field) + clock() - start)

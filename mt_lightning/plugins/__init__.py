@@ -1,0 +1,1 @@
+"""Lightning's plugins for paged training: precision and checkpoint files."""

@@ -1,0 +1,91 @@
+"""Precision of paged training; clipping goes to where the gradients are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from typing_extensions import override
+
+from mt_lightning.engine.engine import Engine
+from mt_lightning.errors import ConfigError
+
+SUPPORTED = ("32-true", "bf16-mixed")
+
+
+class MegaTrainPrecision(Precision):
+    """Precision plugin of `strategy="megatrain"`.
+
+    Args:
+        precision: "32-true" (full fp32) or "bf16-mixed" (fp32 weights, autocast to bf16).
+
+    Raises:
+        ConfigError: The precision is not supported.
+    """
+
+    def __init__(self, precision: Literal["32-true", "bf16-mixed"] = "32-true") -> None:
+        super().__init__()
+        if precision not in SUPPORTED:
+            raise ConfigError(
+                f"precision={precision!r} is not supported by strategy='megatrain' in this "
+                f"version; "
+                f"use Trainer(precision=...) with one of {', '.join(map(repr, SUPPORTED))}."
+            )
+        self.precision = precision
+        self._engine: Engine | None = None
+
+    @classmethod
+    def from_plugin(cls, plugin: Precision | None) -> MegaTrainPrecision:
+        """Translate the plugin that Lightning's connector chose; its own would not clip.
+
+        Raises:
+            ConfigError: The plugin has no counterpart.
+        """
+        if plugin is None:
+            return cls()
+        if isinstance(plugin, cls):
+            return plugin
+        if type(plugin) in (Precision, MixedPrecision):
+            return cls(plugin.precision)  # type: ignore[arg-type]
+        raise ConfigError(
+            f"precision plugin {type(plugin).__name__} (precision={plugin.precision!r}) is not "
+            f"supported "
+            f"by strategy='megatrain' in this version; use one of "
+            f"{', '.join(map(repr, SUPPORTED))}."
+        )
+
+    def attach(self, engine: Engine | None) -> None:
+        """Send clipping to `engine` from now on."""
+        self._engine = engine
+
+    @override
+    @contextmanager
+    def forward_context(self) -> Iterator[None]:  # type: ignore[override]
+        """Autocast for bf16-mixed; its cache is off as in Lightning, it would hold every weight."""
+        if self.precision == "32-true":
+            yield
+        else:
+            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+                yield
+
+    @override
+    def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:
+        """Clamp gradients in the update."""
+        engine, index = self._place(optimizer)
+        engine.live.clip_value(index, clip_val)
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: int | float) -> None:
+        """Scale gradients in the update so that their total norm is at most `clip_val`."""
+        engine, index = self._place(optimizer)
+        engine.live.clip_norm(index, clip_val)
+
+    def _place(self, optimizer: Any) -> tuple[Engine, int]:
+        assert self._engine is not None, "clipping outside of fit"
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        trained = [t.optimizer for t in self._engine.live.run.steps.trained]
+        return self._engine, next(i for i, candidate in enumerate(trained) if candidate is inner)

@@ -1,0 +1,56 @@
+"""What cannot run on paged parameters is refused at setup, by name and with the way out."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.io import CheckpointIO
+
+from mt_lightning.errors import ConfigError
+
+_CALLBACKS = {
+    "StochasticWeightAveraging": "it keeps a second copy of all weights in RAM",
+    "WeightAveraging": "it keeps a second copy of all weights in RAM",
+    "EMAWeightAveraging": "it keeps a second copy of all weights in RAM",
+    "ModelPruning": "it replaces parameters by masked copies",
+}
+_WATCHED = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
+
+
+def refuse(trainer: pl.Trainer, checkpoint_io: CheckpointIO) -> None:
+    """Raise ConfigError when the trainer holds something that paging cannot serve."""
+    for callback in getattr(trainer, "callbacks", []):
+        for base in type(callback).__mro__:
+            if base.__name__ in _CALLBACKS:
+                raise ConfigError(
+                    f"callback {type(callback).__name__} cannot run with strategy='megatrain': "
+                    f"{_CALLBACKS[base.__name__]}. Remove it from Trainer(callbacks=[...])."
+                )
+    if any(base.__name__ == "AsyncCheckpointIO" for base in type(checkpoint_io).__mro__):
+        raise ConfigError(
+            "AsyncCheckpointIO cannot run with strategy='megatrain': it would read pages while "
+            "training "
+            "changes them. Remove it from Trainer(plugins=[...]); saving is streamed anyway."
+        )
+    if trainer.num_nodes > 1:
+        raise ConfigError(
+            f"strategy='megatrain' runs on one machine, but num_nodes={trainer.num_nodes}; pass "
+            "Trainer(num_nodes=1)."
+        )
+
+
+def eager_reason(
+    model: pl.LightningModule, trainer: pl.Trainer, nonfinite: str, num_optimizers: int
+) -> str | None:
+    """Return why updates must wait for the whole backward, None when they need not."""
+    if not model.automatic_optimization:
+        return "optimization is manual"
+    if num_optimizers != 1:
+        return f"there are {num_optimizers} optimizers"
+    if trainer.gradient_clip_val:
+        return "gradients are clipped"
+    if nonfinite != "propagate":
+        return f"nonfinite={nonfinite!r} looks at all gradients first"
+    for name in _WATCHED:
+        if getattr(type(model), name) is not getattr(pl.LightningModule, name):
+            return f"the module overrides {name}"
+    return None

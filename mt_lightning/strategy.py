@@ -1,0 +1,356 @@
+"""The Lightning strategy: the order of Lightning's calls, and nothing of the machine itself."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.single_device import SingleDeviceStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from mt_lightning.engine.engine import Engine
+from mt_lightning.engine.machine import Machine, open_machine, remove_directories
+from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
+from mt_lightning.errors import ConfigError
+from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+from mt_lightning.plugins.guard import ClipGuard
+from mt_lightning.plugins.precision import MegaTrainPrecision
+from mt_lightning.plugins.refusals import eager_reason, refuse
+from mt_lightning.tiers.link import Link
+from mt_lightning.tiers.store import Store
+
+log = logging.getLogger(__name__)
+
+_READ_AHEAD_UNITS = 2
+
+
+class MegaTrainStrategy(SingleDeviceStrategy):
+    """Trains with weights, gradients and optimizer state on disk, under a memory budget.
+
+    Args:
+        offload_dir: One directory, or a list with one per drive. None: a fresh one under the
+            trainer's `default_root_dir`, removed when the process exits.
+        on_existing: What to do with a directory that holds a committed run: "error" or "overwrite".
+        max_vram_gb: Device budget in GiB; on a CPU it says one line and is ignored.
+        max_ram_gb: Host budget in GiB; None: 80 % of what cgroup and host leave free.
+        max_disk_gb: Disk ceiling in GiB; None: what is free, less a margin.
+        optimizer_compression: Not available in this version: False keeps raw fp32 state.
+        layer_major: Order of accumulation; "auto" means False in this version.
+        recompute: Recompute activations in backward; "auto" means True in this version.
+        durability: When a step is made durable; "auto" means "step" in this version.
+        nonfinite: What a NaN or infinite gradient does: "propagate" (as plain Lightning),
+            "skip", "raise".
+        units: Class names of modules that run as one piece; None: found by rule.
+        accelerator: Given by Lightning.
+        checkpoint_io: Given by Lightning or the user; None: `PagedCheckpointIO()`.
+        precision_plugin: Given by Lightning; translated to `MegaTrainPrecision`.
+
+    Raises:
+        ConfigError: An option is wrong or not available.
+    """
+
+    strategy_name = "megatrain"
+    parallel_devices: list[torch.device] | None = None
+
+    def __init__(
+        self,
+        offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        on_existing: OnExisting = "error",
+        max_vram_gb: float | None = None,
+        max_ram_gb: float | None = None,
+        max_disk_gb: float | None = None,
+        optimizer_compression: bool | str = False,
+        layer_major: bool | Literal["auto"] = "auto",
+        recompute: bool | Literal["auto"] = "auto",
+        durability: Durability = "auto",
+        nonfinite: Nonfinite = "propagate",
+        units: str | Sequence[str] | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        *,
+        _link: Link | None = None,
+        _wrap_store: Callable[[Store], Store] | None = None,
+        _slice_bytes: int = BLOCK_BYTES,
+        _depth: int = _READ_AHEAD_UNITS,
+        _clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__(
+            device="cpu",
+            accelerator=accelerator,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+        )
+        self.options = Options(
+            offload_dir=offload_dir,
+            on_existing=on_existing,
+            max_vram_gb=max_vram_gb,
+            max_ram_gb=max_ram_gb,
+            max_disk_gb=max_disk_gb,
+            optimizer_compression=optimizer_compression,
+            layer_major=layer_major,
+            recompute=recompute,
+            durability=durability,
+            nonfinite=nonfinite,
+            units=units,
+        )
+        self._seams = {"link": _link, "wrap_store": _wrap_store, "clock": _clock}
+        self._sizes = {"slice_bytes": _slice_bytes, "read_ahead": _depth}
+        self._engine: Engine | None = None
+        self._guard = ClipGuard()
+        self._eager = False
+        self._failed = False
+
+    # -- plugins ----------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> MegaTrainPrecision:
+        """The precision plugin; Lightning's own ones are translated."""
+        assert isinstance(self._precision_plugin, MegaTrainPrecision)
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    @override
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        self._precision_plugin = MegaTrainPrecision.from_plugin(precision_plugin)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        """The CheckpointIO plugin; made on first use, so that `Trainer(plugins=[...])` can set one."""
+        if self._checkpoint_io is None:
+            self._checkpoint_io = PagedCheckpointIO()
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    @override
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def engine(self) -> Engine | None:
+        """The engine, None before `setup`."""
+        return self._engine
+
+    # -- setup and teardown -----------------------------------------------------------------------
+
+    @override
+    def setup_environment(self) -> None:
+        """Check the device before user hooks run."""
+        devices = self.parallel_devices or [torch.device("cpu")]
+        if len(devices) > 1:
+            raise ConfigError(
+                f"strategy='megatrain' runs on one device, but {len(devices)} were asked for; pass "
+                "Trainer(devices=1)."
+            )
+        if devices[0].type != "cpu":
+            raise ConfigError(
+                f"strategy='megatrain' computes on the CPU in this version, not on "
+                f"{devices[0]}; pass "
+                "Trainer(accelerator='cpu')."
+            )
+        super().setup_environment()
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        """Bring the model into pages; called by Lightning after `configure_model`."""
+        assert self.accelerator is not None
+        model = self.lightning_module
+        assert model is not None
+        self.accelerator.setup(trainer)
+        refuse(trainer, self.checkpoint_io)
+        if self.options.max_vram_gb is not None:
+            log.info("max_vram_gb is ignored: the model runs on the CPU.")
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self._failed = False
+        engine = self._open(model, trainer)
+        try:
+            engine.prepare()
+            if fitting:
+                self.setup_optimizers(trainer)
+            reason = eager_reason(model, trainer, self.options.nonfinite, len(self.optimizers))
+            self._eager = fitting and reason is None
+            engine.attach(
+                self.optimizers if fitting else [],
+                schedule="eager" if self._eager else "deferred",
+                micro_batches=_micro_batches(trainer) if fitting else 1,
+            )
+        except BaseException:
+            if engine.plan is None:
+                self._close()
+            raise
+        self.precision_plugin.attach(engine)
+        self.setup_precision_plugin()
+        if fitting:
+            self._route(model)
+            self._guard.attach(model)
+            log.info("updates are %s", "eager" if self._eager else f"deferred: {reason}")
+
+    def _open(self, model: pl.LightningModule, trainer: pl.Trainer) -> Engine:
+        if self._engine is not None and self._engine.root is model:
+            return self._engine
+        self._close()
+        directories = self.options.directories
+        own = directories is None
+        if directories is None:
+            directories = [_fresh_directory(trainer.default_root_dir)]
+        machine = open_machine(directories, self.options.on_existing, **self._seams)  # type: ignore[arg-type]
+        engine = Engine(model, machine, self.options, **self._sizes)
+        self._closing = weakref.finalize(engine, _close_machine, machine, own)
+        self._engine = engine
+        return engine
+
+    def _close(self) -> None:
+        if self._engine is not None:
+            self._engine = None
+            self._closing()
+
+    def _route(self, model: pl.LightningModule) -> None:
+        """Let Lightning's wrappers and the module clear gradients where they are."""
+        optimizers = self.optimizers
+        for wrapper in self._lightning_optimizers:
+            for name in ("zero_grad", "state_dict", "load_state_dict"):
+                wrapper.__dict__[name] = wrapper._optimizer.__dict__[name]
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            for optimizer in optimizers:
+                optimizer.zero_grad(set_to_none)
+
+        model.__dict__["zero_grad"] = zero_grad
+
+    @override
+    def model_to_device(self) -> None:
+        """Do nothing: parameters go to the device unit by unit."""
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that the run failed; `teardown` then restores what is needed."""
+        self._failed = True
+
+    @override
+    def teardown(self) -> None:
+        """Commit, park the parameters on their files and give all memory back."""
+        model = self.lightning_module
+        self._guard.detach()
+        if model is not None:
+            model.__dict__.pop("zero_grad", None)
+        for wrapper in self._lightning_optimizers:
+            for name in ("zero_grad", "state_dict", "load_state_dict"):
+                wrapper.__dict__.pop(name, None)
+        try:
+            if self._engine is not None and self._engine.attached:
+                self._engine.detach(failed=self._failed)
+        finally:
+            self.precision_plugin.attach(None)
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
+            self.checkpoint_io.teardown()
+
+    # -- training ---------------------------------------------------------------------------------
+
+    @override
+    def pre_backward(self, closure_loss: torch.Tensor) -> None:
+        """Look at the first loss: NaN may mean that weights were read outside their unit."""
+        assert self._engine is not None
+        self._engine.live.check_loss(closure_loss)
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: pl.LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run the closure and step; with eager updates, pages are updated behind its backward."""
+        assert self._engine is not None
+        if self._eager:
+            self._engine.live.arm(0)
+        return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+    # -- checkpoints ------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Restore into pages, which exist after `setup`."""
+        return True
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights page by page and commit them."""
+        super().load_model_state_dict(checkpoint, strict)
+        assert self._engine is not None
+        self._engine.live.drain()
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load optimizer state page by page; nothing is moved to a device."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            optimizer.load_state_dict(state)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state dict; its tensors are views of mapped files."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return inner.state_dict()
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Return `obj`: there is one process."""
+        return obj
+
+
+def grad_norm(trainer: pl.Trainer) -> float | None:
+    """Return the gradient norm that the last clipped step had before clipping, None without one.
+
+    Hooks cannot compute it themselves: gradients leave as they arrive, and `p.grad` is None.
+    """
+    strategy = trainer.strategy
+    if not isinstance(strategy, MegaTrainStrategy) or strategy.engine is None:
+        raise ConfigError("grad_norm(trainer) needs a trainer that runs with strategy='megatrain'.")
+    return strategy.engine.live.run.steps.last_norm
+
+
+def _micro_batches(trainer: pl.Trainer) -> int | None:
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    if scheduled or not trainer.lightning_module.automatic_optimization:
+        return None
+    return trainer.accumulate_grad_batches
+
+
+def _fresh_directory(root: str | os.PathLike[str]) -> str:
+    parent = Path(root) / "megatrain"
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            (parent / f"run_{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return str(parent / f"run_{number}")
+
+
+def _close_machine(machine: Machine, own: bool) -> None:
+    machine.close()
+    if own:
+        remove_directories(machine.directories)

@@ -1,0 +1,224 @@
+"""Commit records: the few bytes that make everything written for a step count, or not."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+import xxhash
+
+from mt_lightning.errors import CorruptPageError, StorageError
+from mt_lightning.pages.sizes import align_up
+from mt_lightning.tiers.filesystem import preallocate, sync_directory
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+_MAGIC = b"MTCOMMIT"
+_PREFIX = struct.Struct("<8sQIIQQ")  # magic, bytes in all, version, JSON, sums and tensor bytes
+_SUM = struct.Struct("<Q")  # xxh3_64 of everything before it
+_RESERVE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CommitRecord:
+    """What a run is at the end of a step. All of it is small; the bulk lies in page files."""
+
+    sequence: int
+    """Counts records; the newest valid one is the truth."""
+    step: int
+    """Optimizer steps that are in the slots."""
+    fingerprint: str
+    """Which model and layout the slots belong to."""
+    slots: dict[str, int]
+    """"<page>.<plane>" -> the slot (0 or 1) that holds the committed bytes."""
+    sums: dict[str, np.ndarray] = field(default_factory=dict)
+    """"<page>.<plane>" -> [num_blocks] uint64, the xxh3_64 of each block of that slot."""
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Small state: buffers, RNG, metrics. On the host."""
+    meta: dict[str, Any] = field(default_factory=dict)
+    """Whatever else, as JSON."""
+
+    def to_bytes(self) -> bytes:
+        """Encode the record. No pickle.
+
+        Raises:
+            TypeError: `meta` is not JSON.
+        """
+        sums = {name: np.ascontiguousarray(value, "<u8") for name, value in self.sums.items()}
+        text = json.dumps(
+            {
+                "sequence": self.sequence,
+                "step": self.step,
+                "fingerprint": self.fingerprint,
+                "slots": self.slots,
+                "num_sums": {name: len(value) for name, value in sums.items()},
+                "meta": self.meta,
+            }
+        ).encode()
+        all_sums = b"".join(value.tobytes() for value in sums.values())
+        # Cloned: safetensors refuses tensors that share memory.
+        clones = {
+            name: value.detach().to("cpu", copy=True).contiguous()
+            for name, value in self.tensors.items()
+        }
+        tensors = safetensors.torch.save(clones)
+        total = _PREFIX.size + len(text) + len(all_sums) + len(tensors) + _SUM.size
+        prefix = _PREFIX.pack(_MAGIC, total, FORMAT_VERSION, len(text), len(all_sums), len(tensors))
+        body = b"".join((prefix, text, all_sums, tensors))
+        return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> CommitRecord:
+        """Decode a record; bytes after its end are ignored.
+
+        Raises:
+            CorruptPageError: these bytes are no whole record of this version.
+        """
+        if not is_sealed(data):
+            raise _corrupt("torn or not a record")
+        _, total, version, text_bytes, sums_bytes, tensors_bytes = _PREFIX.unpack_from(data)
+        if version != FORMAT_VERSION:
+            raise _corrupt(f"format version {version}; this release reads {FORMAT_VERSION}")
+        sizes = (_PREFIX.size, text_bytes, sums_bytes, tensors_bytes, _SUM.size)
+        if sum(sizes) != total:
+            raise _corrupt(f"sections of {sizes} bytes do not make {total}")
+        ends = np.cumsum(sizes).tolist()
+        # A sealed record that does not parse was not written by us; whatever the parsers raise,
+        # it means that.
+        try:
+            text = json.loads(data[ends[0] : ends[1]])
+            all_sums = np.frombuffer(data[ends[1] : ends[2]], "<u8").astype(np.uint64)
+            return cls(
+                sequence=_integer(text["sequence"]),
+                step=_integer(text["step"]),
+                fingerprint=str(text["fingerprint"]),
+                slots={str(name): _integer(slot) for name, slot in text["slots"].items()},
+                sums=_split(all_sums, text["num_sums"]),
+                tensors=safetensors.torch.load(data[ends[2] : ends[3]]),
+                meta=dict(text["meta"]),
+            )
+        except Exception as error:
+            raise _corrupt(f"{type(error).__name__}: {error}") from error
+
+
+def is_sealed(data: bytes) -> bool:
+    """Tell whether bytes start with a whole record, of whatever version."""
+    if len(data) < _PREFIX.size or not data.startswith(_MAGIC):
+        return False
+    total = _PREFIX.unpack_from(data)[1]
+    if not _PREFIX.size + _SUM.size <= total <= len(data):
+        return False
+    body = memoryview(data)[: total - _SUM.size]
+    return _SUM.unpack_from(data, len(body))[0] == xxhash.xxh3_64_intdigest(body)
+
+
+class CommitLog:
+    """Two preallocated files, `commit.0` and `commit.1`, that take turns.
+
+    A record is written over the older of the two, in place: no allocation, one pwrite, one
+    fdatasync. If that is torn, the other file still holds the record before it.
+    """
+
+    def __init__(self, directories: Sequence[str | os.PathLike[str]]) -> None:
+        """Use the first of the directories; nothing is written yet."""
+        self._directory = Path(directories[0])
+        self._next_file: int | None = None
+
+    def write(self, record: CommitRecord) -> None:
+        """Make a record durable.
+
+        Raises:
+            StorageError: it failed; the record before it is still there.
+        """
+        if self._next_file is None:
+            self.latest()
+        assert self._next_file is not None
+        path = self._path(self._next_file)
+        data = record.to_bytes()
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                held_bytes = os.fstat(fd).st_size
+                if held_bytes < len(data):
+                    preallocate(fd, align_up(len(data) + _RESERVE_BYTES))
+                    os.fsync(fd)
+                if not held_bytes:
+                    sync_directory(self._directory)
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(fd, memoryview(data)[done:], done)
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"cannot write a commit record of {len(data)} bytes: {error.strerror}; the run "
+                "stays at the commit before; make room in the first offload_dir",
+                str(path),
+            ) from error
+        self._next_file = 1 - self._next_file
+
+    def latest(self) -> CommitRecord | None:
+        """Return the newest valid record, or None if there is none.
+
+        Raises:
+            StorageError: a file cannot be read.
+            CorruptPageError: a whole record is of another format version.
+        """
+        records = [self._load(self._path(index)) for index in (0, 1)]
+        sequences = [-1 if record is None else record.sequence for record in records]
+        newest = 1 if sequences[1] >= sequences[0] else 0
+        self._next_file = 1 - newest
+        return records[newest]
+
+    def _path(self, index: int) -> Path:
+        return self._directory / f"commit.{index}"
+
+    @staticmethod
+    def _load(path: Path) -> CommitRecord | None:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise StorageError(
+                error.errno, f"cannot read a commit record: {error.strerror}", str(path)
+            ) from error
+        if not any(data[: _PREFIX.size]):
+            return None  # preallocated, never written
+        if not is_sealed(data):
+            logger.warning("Skipped the commit record %s: it was torn while written.", path)
+            return None
+        return CommitRecord.from_bytes(data)
+
+
+def _integer(value: object) -> int:
+    if not isinstance(value, int):
+        raise TypeError(f"expected an integer, found {value!r}")
+    return value
+
+
+def _split(values: np.ndarray, counts: Mapping[str, int]) -> dict[str, np.ndarray]:
+    ends = np.cumsum([0, *(_integer(count) for count in counts.values())])
+    if ends[-1] != len(values) or (np.diff(ends) < 0).any():
+        raise ValueError(f"{len(values)} block sums do not fit the names")
+    return {
+        str(name): values[start:stop].copy()
+        for name, start, stop in zip(counts, ends[:-1], ends[1:], strict=True)
+    }
+
+
+def _corrupt(reason: str) -> CorruptPageError:
+    return CorruptPageError(errno.EBADMSG, f"not a valid commit record: {reason}")

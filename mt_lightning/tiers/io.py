@@ -1,0 +1,288 @@
+"""Blocks moved by a few threads: reads that are verified, writes that are summed.
+
+[Note: No closures queue up] A ticket of many gigabytes is one entry in the queue; a thread cuts its
+next block from it when it is free. So submitting never blocks the caller, at most one operation per
+thread is in flight, and what waits costs no memory beyond the list of pieces.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+
+import xxhash
+
+from mt_lightning.errors import CorruptPageError, MegaTrainError
+from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.tiers.store import Store
+
+logger = logging.getLogger(__name__)
+
+Piece = tuple[int, memoryview]
+"""Payload offset and buffer."""
+
+
+Operation = Callable[[], None]
+
+
+def hash_blocks(memory: memoryview) -> list[int]:
+    """Return the xxh3_64 of each block of `BLOCK_BYTES`; the last may be shorter."""
+    return [xxhash.xxh3_64_intdigest(block) for _, block in _Blocks([(0, memory)])]
+
+
+class _Blocks:
+    """Pieces cut into blocks, one at a time."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._pieces = [(offset, buffer.cast("B")) for offset, buffer in pieces]
+
+    def __len__(self) -> int:
+        return sum(-(-buffer.nbytes // BLOCK_BYTES) for _, buffer in self._pieces)
+
+    def __iter__(self) -> Iterator[Piece]:
+        for offset, buffer in self._pieces:
+            for start in range(0, buffer.nbytes, BLOCK_BYTES):
+                yield offset + start, buffer[start : start + BLOCK_BYTES]
+
+
+class Ticket:
+    """The receipt of a request.
+
+    Attributes:
+        sums: of a write, once it is done: the xxh3_64 of each block of each piece, in order.
+    """
+
+    def __init__(
+        self, operations: Iterator[Operation], num_operations: int, sums: list[int]
+    ) -> None:
+        """Describe a request; made by `IOQueue`."""
+        self.sums = sums
+        self.error_was_read = False
+        self._operations: Iterator[Operation] | None = operations
+        self._num_unstarted = num_operations
+        self._num_unfinished = num_operations
+        self._error: BaseException | None = None
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        if not num_operations:
+            self._operations = None
+            self._finished.set()
+
+    def done(self) -> bool:
+        """Tell whether every operation has ended, well or not."""
+        return self._finished.is_set()
+
+    def wait(self) -> Ticket:
+        """Block until every operation has ended.
+
+        Returns:
+            This ticket.
+
+        Raises:
+            StorageError: the first error of the request (or whatever else it raised).
+        """
+        self._finished.wait()
+        if self._error is not None:
+            self.error_was_read = True
+            raise self._error
+        return self
+
+    @property
+    def failed(self) -> bool:
+        """Whether an operation has raised."""
+        return self._error is not None
+
+    def _next(self) -> tuple[Operation, bool]:
+        """Cut off the next operation; also tell whether it is the last. Called under the lock."""
+        assert self._operations is not None
+        operation = next(self._operations)
+        self._num_unstarted -= 1
+        if not self._num_unstarted:
+            self._operations = None  # it refers to the caller's buffers
+        return operation, not self._num_unstarted
+
+    def _end(self, error: BaseException | None) -> bool:
+        """Count one operation as ended; return True for the first error."""
+        with self._lock:
+            first = error is not None and self._error is None
+            if first:
+                self._error = error
+            self._num_unfinished -= 1
+            if not self._num_unfinished:
+                self._finished.set()
+            return first
+
+
+class IOQueue:
+    """Threads that move blocks between buffers and a store, in the order of the requests.
+
+    Requests run in parallel with each other: what must happen after a request must be asked for
+    after its `wait`. A buffer belongs to the queue from the request to the end of its ticket.
+    """
+
+    def __init__(self, store: Store, num_threads: int = 4) -> None:
+        """Start the threads.
+
+        Args:
+            store: where bytes lie.
+            num_threads: operations in flight; two to four saturate a drive.
+        """
+        self._store = store
+        self._waiting: deque[Ticket] = deque()
+        self._condition = threading.Condition()
+        self._closed = False
+        self._failures: list[Ticket] = []
+        self._threads = [
+            threading.Thread(target=self._work, name=f"megatrain-io-{i}", daemon=True)
+            for i in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def read(self, name: str, pieces: Sequence[Piece], sums: Sequence[int] | None = None) -> Ticket:
+        """Ask for bytes.
+
+        Args:
+            name: which payload.
+            pieces: where in it, and the buffers to fill.
+            sums: the xxh3_64 of each block of each piece, in order; None reads unverified. A block
+                that differs is read once more; if it still differs the ticket fails with
+                `CorruptPageError`.
+        """
+        blocks = _Blocks(pieces)
+        assert sums is None or len(sums) == len(blocks), (name, len(blocks), len(sums))
+        return self._submit(
+            len(blocks),
+            (
+                partial(
+                    _read_block,
+                    self._store,
+                    name,
+                    offset,
+                    block,
+                    None if sums is None else int(sums[index]),
+                )
+                for index, (offset, block) in enumerate(blocks)
+            ),
+        )
+
+    def write(self, name: str, pieces: Sequence[Piece]) -> Ticket:
+        """Ask to write bytes; they must not change before the ticket is done."""
+        blocks = _Blocks(pieces)
+        sums = [0] * len(blocks)
+        return self._submit(
+            len(blocks),
+            (
+                partial(_write_block, self._store, name, offset, block, sums, index)
+                for index, (offset, block) in enumerate(blocks)
+            ),
+            sums,
+        )
+
+    def sync(self, names: Iterable[str]) -> Ticket:
+        """Ask to make payloads durable: all their writes whose tickets are done."""
+        todo = list(names)
+        return self._submit(len(todo), (partial(self._store.sync, name) for name in todo))
+
+    def check(self) -> None:
+        """Raise the first error that nobody has read from its ticket."""
+        with self._condition:
+            self._failures = [ticket for ticket in self._failures if not ticket.error_was_read]
+            unread = self._failures[0] if self._failures else None
+        if unread is not None:
+            unread.wait()
+
+    def close(self) -> None:
+        """Finish every request, end the threads, then `check`."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self.check()
+
+    def _submit(
+        self, num_operations: int, operations: Iterator[Operation], sums: list[int] | None = None
+    ) -> Ticket:
+        ticket = Ticket(operations, num_operations, sums or [])
+        with self._condition:
+            assert not self._closed, "the I/O queue is closed"
+            if not ticket.done():
+                self._waiting.append(ticket)
+                self._condition.notify_all()
+        return ticket
+
+    def _work(self) -> None:
+        while self._work_once():
+            pass
+
+    def _work_once(self) -> bool:
+        """Run one operation; a function of its own so that no local outlives the operation."""
+        with self._condition:
+            while not self._waiting:
+                if self._closed:
+                    return False
+                self._condition.wait()
+            ticket = self._waiting[0]
+            operation, last = ticket._next()
+            if last:
+                self._waiting.popleft()
+        error: BaseException | None = None
+        if not ticket.failed:  # the rest of a failed request is not worth the drive's time
+            try:
+                operation()
+            except BaseException as raised:
+                error = _without_frames(raised)
+        del operation  # before the caller is told: it refers to the caller's buffers
+        with self._condition:
+            if ticket._end(error):
+                self._failures.append(ticket)
+        return True
+
+
+def _read_block(
+    store: Store, name: str, offset: int, block: memoryview, expected: int | None
+) -> None:
+    store.read(name, offset, block)
+    if expected is None or xxhash.xxh3_64_intdigest(block) == expected:
+        return
+    store.read(name, offset, block)
+    found = xxhash.xxh3_64_intdigest(block)
+    where = f"{block.nbytes} bytes at offset {offset}"
+    if found != expected:
+        raise CorruptPageError(
+            errno.EBADMSG,
+            f"checksum of {where} is {found:016x} instead of {expected:016x}, twice; the drive "
+            "returned other bytes than were written; check it, or give another offload_dir",
+            name,
+        )
+    logger.warning(
+        "%s: %s had a wrong checksum and were right when read again: suspect the drive or its "
+        "driver.",
+        name,
+        where,
+    )
+
+
+def _write_block(
+    store: Store, name: str, offset: int, block: memoryview, sums: list[int], index: int
+) -> None:
+    # Summed first: if the buffer changes under the write, the next read finds out.
+    sums[index] = xxhash.xxh3_64_intdigest(block)
+    store.write(name, offset, block)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Drop tracebacks: their frames would hold the buffers for as long as the error lives.
+
+    Errors of the kit say in their text where they happened. Any other is a bug and keeps its own.
+    """
+    link: BaseException | None = error if isinstance(error, MegaTrainError) else None
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error

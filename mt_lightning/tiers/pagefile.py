@@ -1,0 +1,174 @@
+"""One page file: a header and a payload, moved around the page cache where that is possible."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from mt_lightning.errors import CorruptPageError, StorageError
+from mt_lightning.pages.sizes import ALIGN_BYTES
+from mt_lightning.tiers.address import map_anonymous
+from mt_lightning.tiers.descriptors import OpenFile
+from mt_lightning.tiers.filesystem import O_DIRECT, free_bytes, preallocate
+from mt_lightning.tiers.header import HEADER_BYTES, check_header, encode_header
+
+logger = logging.getLogger(__name__)
+
+NEW_SUFFIX = ".new"
+"""Ends the passing name of a file that is not whole yet."""
+
+
+def storage_error(error: OSError, what: str, path: str) -> StorageError:
+    """Return the kit's error for an error of the system."""
+    return StorageError(error.errno, f"{what}: {error.strerror}", path)
+
+
+class PageFiles:
+    """Makes, opens, reads and writes page files; the name of a file is what its header says.
+
+    Attributes:
+        direct: whether I/O goes around the page cache; False once a file system refused.
+    """
+
+    def __init__(self, header_of: Callable[[str], Mapping[str, object]]) -> None:
+        self.direct = bool(O_DIRECT)
+        self._header_of = header_of
+
+    def make(self, path: Path, nbytes: int) -> None:
+        """Make a file under a passing name and rename it when it is whole.
+
+        Raises:
+            StorageError: no space left, or the file system failed; nothing is left behind.
+        """
+        fresh = path.with_name(path.name + NEW_SUFFIX)
+        try:
+            fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            try:
+                preallocate(fd, HEADER_BYTES + nbytes)
+                header = encode_header(path.name, nbytes, self._header_of(path.name))
+                if os.pwrite(fd, header, 0) != HEADER_BYTES:
+                    raise OSError(errno.EIO, "short write of the header")
+            finally:
+                os.close(fd)
+            os.replace(fresh, path)
+        except OSError as error:
+            fresh.unlink(missing_ok=True)
+            raise storage_error(
+                error,
+                f"cannot reserve {nbytes} bytes ({free_bytes(path.parent)} free; make room, add a "
+                "directory to offload_dir, or lower max_disk_gb)",
+                str(path),
+            ) from error
+
+    def open(self, path: Path) -> OpenFile:
+        """Open a file and check that it is what its name says.
+
+        Raises:
+            StorageError: it cannot be opened.
+            CorruptPageError: its header or length is wrong.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC
+        try:
+            try:
+                fd = os.open(path, flags | (O_DIRECT if self.direct else 0))
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self.direct:
+                    raise
+                self._announce_buffered(str(path))
+                fd = os.open(path, flags)
+        except OSError as error:
+            raise storage_error(error, "cannot open", str(path)) from error
+        try:
+            file_bytes = os.fstat(fd).st_size
+            file = OpenFile(fd=fd, path=str(path), payload_bytes=file_bytes - HEADER_BYTES)
+            self._check(file, path.name, file_bytes)
+        except BaseException:
+            os.close(fd)
+            raise
+        return file
+
+    def read(self, file: OpenFile, offset: int, data: memoryview) -> None:
+        """Fill `data` from the payload, whole or StorageError."""
+        self._transfer(file, os.preadv, "read", offset, data)
+
+    def write(self, file: OpenFile, offset: int, data: memoryview) -> None:
+        """Write `data` to the payload, whole or StorageError."""
+        self._transfer(file, os.pwritev, "write", offset, data)
+
+    def sync(self, file: OpenFile) -> None:
+        """Make the file's bytes durable, or StorageError."""
+        try:
+            os.fdatasync(file.fd)
+            if not self.direct:  # only now are the written pages clean, so that they can go
+                os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise storage_error(error, "sync failed", file.path) from error
+
+    def _check(self, file: OpenFile, name: str, file_bytes: int) -> None:
+        if file_bytes < HEADER_BYTES:
+            raise CorruptPageError(
+                None, f"length differs: {file_bytes} bytes are no header", file.path
+            )
+        header = memoryview(map_anonymous(HEADER_BYTES)).cast("B")
+        self.read(file, -HEADER_BYTES, header)
+        stated_bytes = check_header(bytes(header), name, self._header_of(name), file.path)
+        if stated_bytes != file.payload_bytes:
+            raise CorruptPageError(
+                None,
+                f"payload bytes differ (header {stated_bytes}, file {file.payload_bytes}); "
+                "give another offload_dir, or on_existing='overwrite' to start anew",
+                file.path,
+            )
+
+    def _transfer(
+        self,
+        file: OpenFile,
+        call: Callable[[int, list[memoryview], int], int],
+        verb: str,
+        offset: int,
+        data: memoryview,
+    ) -> None:
+        """Call `preadv` or `pwritev` until all is moved. Python itself repeats a call on EINTR."""
+        start = HEADER_BYTES + offset
+        done = 0
+        while done < data.nbytes:
+            try:
+                moved = call(file.fd, [data[done:]], start + done)
+            except OSError as error:
+                if error.errno == errno.EINVAL and self._leave_direct(file):
+                    continue
+                what = f"{verb} of {data.nbytes} bytes at offset {offset} failed after {done}"
+                raise storage_error(error, what, file.path) from error
+            if done + moved < data.nbytes:
+                moved -= moved % ALIGN_BYTES  # direct I/O goes on from an aligned place only
+            if moved == 0:
+                raise StorageError(
+                    errno.EIO,
+                    f"short {verb} at offset {offset}: wanted {data.nbytes} bytes, got {done}",
+                    file.path,
+                )
+            done += moved
+        if not self.direct:
+            os.posix_fadvise(file.fd, start, data.nbytes, os.POSIX_FADV_DONTNEED)
+
+    def _leave_direct(self, file: OpenFile) -> bool:
+        """Turn a file to buffered I/O; return False if it already was."""
+        flags = fcntl.fcntl(file.fd, fcntl.F_GETFL)
+        if not flags & O_DIRECT:
+            return False
+        fcntl.fcntl(file.fd, fcntl.F_SETFL, flags & ~O_DIRECT)
+        self._announce_buffered(file.path)
+        return True
+
+    def _announce_buffered(self, path: str) -> None:
+        if self.direct:
+            self.direct = False
+            logger.warning(
+                "The file system of %s refuses direct I/O (O_DIRECT); pages go through the page "
+                "cache, which is slower. Give an offload_dir on a local drive to avoid this.",
+                path,
+            )

@@ -1,0 +1,363 @@
+"""Named byte ranges on a slower tier: the `Store` interface and the files behind it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from mt_lightning.errors import ConfigError, CorruptPageError, StorageError
+from mt_lightning.pages.sizes import ALIGN_BYTES
+from mt_lightning.tiers.address import address_of
+from mt_lightning.tiers.descriptors import DescriptorCache, OpenFile
+from mt_lightning.tiers.filesystem import free_bytes, sync_directory
+from mt_lightning.tiers.header import HEADER_BYTES
+from mt_lightning.tiers.mapping import LiveViews, PrivateMapping
+from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_MAX_OPEN_FILES = 128
+
+
+def check_name(name: str) -> None:
+    """Assert that a name is a plain file name."""
+    assert _NAME.fullmatch(name), f"not a name for a store: {name!r}"
+    assert not name.endswith(NEW_SUFFIX), f"not a name for a store: {name!r}"
+
+
+def check_size(name: str, nbytes: int) -> None:
+    """Assert that a payload has an aligned size."""
+    assert nbytes > 0, (name, nbytes)
+    assert nbytes % ALIGN_BYTES == 0, (name, nbytes)
+
+
+def check_piece(name: str, size_bytes: int, offset: int, buffer: memoryview) -> memoryview:
+    """Assert what direct I/O asks of a piece: offset, length and address are aligned, inside.
+
+    Returns:
+        The buffer as plain bytes.
+    """
+    data = buffer.cast("B")
+    assert (offset | data.nbytes) % ALIGN_BYTES == 0, (name, offset, data.nbytes)
+    assert 0 <= offset <= offset + data.nbytes <= size_bytes, (
+        name,
+        offset,
+        data.nbytes,
+        size_bytes,
+    )
+    assert address_of(data) % ALIGN_BYTES == 0, f"the buffer for {name} is not on a page boundary"
+    return data
+
+
+class Store(ABC):
+    """Named payloads of fixed size. Reads and writes block, and are whole or raise.
+
+    Offsets and lengths are relative to the payload and multiples of `ALIGN_BYTES`; buffers start on
+    such a boundary. All methods may be called from any thread, but no two at once that change or
+    replace the same bytes.
+    """
+
+    @property
+    @abstractmethod
+    def bytes_read(self) -> int:
+        """Payload bytes read so far."""
+
+    @property
+    @abstractmethod
+    def bytes_written(self) -> int:
+        """Payload bytes written so far."""
+
+    @abstractmethod
+    def create(self, name: str, nbytes: int) -> None:
+        """Make a payload with its space reserved; do nothing if it exists with this size.
+
+        Raises:
+            StorageError: no space left, or the file system failed.
+            CorruptPageError: it exists and is not what it should be.
+        """
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Tell whether a payload exists, whole."""
+
+    @abstractmethod
+    def size(self, name: str) -> int:
+        """Return the payload bytes of a name."""
+
+    @abstractmethod
+    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from `offset` on.
+
+        Raises:
+            StorageError: the read failed or was short; the buffer's contents are undefined.
+        """
+
+    @abstractmethod
+    def write(self, name: str, offset: int, buffer: memoryview) -> None:
+        """Write a buffer at `offset`.
+
+        Raises:
+            StorageError: the write failed; any part of it may have happened.
+        """
+
+    @abstractmethod
+    def sync(self, name: str) -> None:
+        """Make all writes to a name that have returned, and the name itself, durable."""
+
+    @abstractmethod
+    def replace(self, name: str) -> None:
+        """Give a name a fresh payload of the same size, with undefined contents.
+
+        The old one stays as it is for mappings and hard links of it.
+        """
+
+    @abstractmethod
+    def delete(self, name: str) -> None:
+        """Remove a name; mappings and hard links of it stay."""
+
+    @abstractmethod
+    def map_private(self, name: str, offset: int, nbytes: int) -> PrivateMapping:
+        """Map a range copy-on-write."""
+
+    def is_mapped(self, name: str) -> bool:
+        """Tell whether a tensor of a mapping of this payload lives: then replace, do not write."""
+        del name
+        return False
+
+    @abstractmethod
+    def read_small(self, name: str) -> bytes | None:
+        """Return a small record, or None if it was never written."""
+
+    @abstractmethod
+    def write_small(self, name: str, data: bytes) -> None:
+        """Write a small record: durable on return, and old or new as a whole after a crash."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what the store holds open. Payloads stay."""
+
+
+class FileStore(Store):
+    """Payloads as files under `<directory>/pages/`, read and written around the page cache.
+
+    A file lies whole in one directory, chosen when it is created. Small records lie in the first
+    directory.
+    """
+
+    def __init__(
+        self,
+        directories: Sequence[str | os.PathLike[str]],
+        header_of: Callable[[str], Mapping[str, object]] | None = None,
+    ) -> None:
+        """Open or make a store.
+
+        Args:
+            directories: where files go; several are filled in proportion to their space.
+            header_of: gives, for a name, what its header states and must state when it is opened
+                again (JSON values), for example a fingerprint of the page layout.
+
+        Raises:
+            ConfigError: a file lies in two of the directories.
+            StorageError: a directory cannot be made or read.
+        """
+        assert directories, "a store needs a directory"
+        self.directories = [Path(directory) for directory in directories]
+        self._lock = threading.RLock()
+        self._page_files = PageFiles(header_of or (lambda name: {}))
+        self._files = DescriptorCache(self._open, _MAX_OPEN_FILES)
+        self._places: dict[str, Path] = {}
+        self._assigned_bytes = dict.fromkeys(self.directories, 0)
+        self._unsynced_names: set[str] = set()
+        self._views: dict[str, list[LiveViews]] = {}
+        self._bytes_read = 0
+        self._bytes_written = 0
+        for directory in self.directories:
+            self._scan(directory)
+
+    @property
+    def bytes_read(self) -> int:
+        """Payload bytes read so far."""
+        return self._bytes_read
+
+    @property
+    def bytes_written(self) -> int:
+        """Payload bytes written so far."""
+        return self._bytes_written
+
+    @property
+    def direct(self) -> bool:
+        """Whether I/O goes around the page cache; turns False when a file system refuses."""
+        return self._page_files.direct
+
+    def create(self, name: str, nbytes: int) -> None:
+        """See `Store.create`."""
+        check_name(name)
+        check_size(name, nbytes)
+        with self._lock:
+            if name in self._places:
+                if self.size(name) != nbytes:
+                    raise CorruptPageError(
+                        None,
+                        f"payload bytes differ (expected {nbytes}, found {self.size(name)}); "
+                        "give another offload_dir, or on_existing='overwrite' to start anew",
+                        str(self.path_of(name)),
+                    )
+                return
+            directory = self._choose(nbytes)
+            self._make(directory, name, nbytes)
+            self._places[name] = directory
+            self._assigned_bytes[directory] += HEADER_BYTES + nbytes
+
+    def exists(self, name: str) -> bool:
+        """See `Store.exists`."""
+        return name in self._places
+
+    def path_of(self, name: str) -> Path:
+        """Return where the file of a name lies.
+
+        Raises:
+            StorageError: there is no such file.
+        """
+        try:
+            return self._places[name] / "pages" / name
+        except KeyError:
+            raise StorageError(errno.ENOENT, "no such page file in any offload_dir", name) from None
+
+    def size(self, name: str) -> int:
+        """See `Store.size`."""
+        with self._files.lease(name) as file:
+            return file.payload_bytes
+
+    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+        """See `Store.read`."""
+        with self._files.lease(name) as file:
+            data = check_piece(name, file.payload_bytes, offset, buffer)
+            self._page_files.read(file, offset, data)
+        with self._lock:
+            self._bytes_read += data.nbytes
+
+    def write(self, name: str, offset: int, buffer: memoryview) -> None:
+        """See `Store.write`."""
+        with self._files.lease(name) as file:
+            data = check_piece(name, file.payload_bytes, offset, buffer)
+            self._page_files.write(file, offset, data)
+        with self._lock:
+            self._bytes_written += data.nbytes
+
+    def sync(self, name: str) -> None:
+        """See `Store.sync`."""
+        with self._files.lease(name) as file:
+            self._page_files.sync(file)
+            if name in self._unsynced_names:
+                try:
+                    sync_directory(os.path.dirname(file.path))
+                except OSError as error:
+                    raise storage_error(error, "sync of a directory failed", file.path) from error
+                self._unsynced_names.discard(name)
+
+    def replace(self, name: str) -> None:
+        """See `Store.replace`."""
+        with self._lock:
+            self._make(self.path_of(name).parents[1], name, self.size(name))
+            self._files.drop(name)
+            self._views.pop(name, None)
+
+    def delete(self, name: str) -> None:
+        """See `Store.delete`."""
+        with self._lock:
+            path = self.path_of(name)
+            try:
+                nbytes = path.stat().st_size
+                path.unlink()
+            except OSError as error:
+                raise storage_error(error, "cannot delete", str(path)) from error
+            self._assigned_bytes[self._places.pop(name)] -= nbytes
+            self._files.drop(name)
+            self._views.pop(name, None)
+            self._unsynced_names.discard(name)
+
+    def map_private(self, name: str, offset: int, nbytes: int) -> PrivateMapping:
+        """See `Store.map_private`."""
+        with self._lock, self._files.lease(name) as file:
+            assert (offset | nbytes) % ALIGN_BYTES == 0, (name, offset, nbytes)
+            assert 0 <= offset < offset + nbytes <= file.payload_bytes, (name, offset, nbytes)
+            try:
+                mapping = PrivateMapping.of_file(file.fd, HEADER_BYTES + offset, nbytes)
+            except OSError as error:
+                raise storage_error(error, f"cannot map {nbytes} bytes", file.path) from error
+            live = [views for views in self._views.get(name, []) if views.any()]
+            self._views[name] = [*live, mapping.views]
+            return mapping
+
+    def is_mapped(self, name: str) -> bool:
+        """See `Store.is_mapped`."""
+        with self._lock:
+            return any(views.any() for views in self._views.get(name, ()))
+
+    def read_small(self, name: str) -> bytes | None:
+        """See `Store.read_small`."""
+        check_name(name)
+        path = self.directories[0] / name
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise storage_error(error, "cannot read", str(path)) from error
+
+    def write_small(self, name: str, data: bytes) -> None:
+        """See `Store.write_small`."""
+        check_name(name)
+        path = self.directories[0] / name
+        fresh = path.with_name(name + NEW_SUFFIX)
+        try:
+            with open(fresh, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, path)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise storage_error(error, f"cannot write {len(data)} bytes", str(path)) from error
+
+    def close(self) -> None:
+        """See `Store.close`."""
+        self._files.close()
+
+    def _scan(self, directory: Path) -> None:
+        """Find the files of an earlier run."""
+        pages = directory / "pages"
+        try:
+            pages.mkdir(parents=True, exist_ok=True)
+            entries = [entry for entry in os.scandir(pages) if not entry.name.endswith(NEW_SUFFIX)]
+            sizes = {entry.name: entry.stat().st_size for entry in entries}
+        except OSError as error:
+            raise storage_error(error, "cannot use offload_dir", str(pages)) from error
+        for name, nbytes in sizes.items():
+            if name in self._places:
+                raise ConfigError(
+                    f"the page file {name} lies in both {self._places[name]} and {directory}; "
+                    "a file has one place; remove one of them from offload_dir"
+                )
+            self._places[name] = directory
+            self._assigned_bytes[directory] += nbytes
+
+    def _choose(self, nbytes: int) -> Path:
+        """Return the directory that is least full of our bytes once these are added."""
+
+        def fullness(directory: Path) -> tuple[bool, float]:
+            assigned, free = self._assigned_bytes[directory], free_bytes(directory)
+            return nbytes + HEADER_BYTES > free, (assigned + nbytes) / (assigned + free + 1)
+
+        return min(self.directories, key=fullness)
+
+    def _make(self, directory: Path, name: str, nbytes: int) -> None:
+        self._page_files.make(directory / "pages" / name, nbytes)
+        self._unsynced_names.add(name)
+
+    def _open(self, name: str) -> OpenFile:
+        return self._page_files.open(self.path_of(name))

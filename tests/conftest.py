@@ -1,0 +1,36 @@
+"""Settings of every test: the process environment, `--slow`, and what is skipped without a GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Read when torch loads OpenMP, hence before any import of torch; subprocesses inherit it. Spinning
+# barriers would take the cores that the paging threads need.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # warns after a fork
+os.environ.setdefault("MPLBACKEND", "Agg")  # no screen
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also run the tests marked slow")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--slow"):
+        slow = [item for item in items if item.get_closest_marker("slow")]
+        if slow:
+            config.hook.pytest_deselected(items=slow)
+            items[:] = [item for item in items if not item.get_closest_marker("slow")]
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if gpu and not _has_accelerator():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="no accelerator"))
+
+
+def _has_accelerator() -> bool:
+    import torch
+
+    return torch.accelerator.is_available()

@@ -1,0 +1,1 @@
+"""Memory: peak memory of whole processes, measured from outside."""

@@ -1,0 +1,1 @@
+"""Parity: a paged run equals plain Lightning, bit for bit."""

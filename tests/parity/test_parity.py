@@ -1,0 +1,51 @@
+"""Every row: the paged run equals the plain one, bit for bit, and its pages really moved."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from .outcome import assert_equal
+from .rows import Row, covering_rows, product_rows
+from .runs import paged_outcome, plain_outcome
+
+COVER = covering_rows()
+PRODUCT = [row for row in product_rows() if row not in set(COVER)]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated"),
+    # rows with `none_sometimes` and with manual optimisation
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet_lightning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lightning.pytorch")
+
+
+@pytest.mark.parametrize("row", COVER, ids=lambda row: row.name)
+def test_pairwise_cover(row: Row, tmp_path: Path) -> None:
+    check(row, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", PRODUCT, ids=lambda row: row.name)
+def test_full_product(row: Row, tmp_path: Path) -> None:
+    check(row, tmp_path)
+
+
+def check(row: Row, directory: Path) -> None:
+    expected = plain_outcome(row.recipe)
+    actual, paging = paged_outcome(row, directory)
+    assert_equal(expected, actual)
+    assert paging.strategies, "nothing was paged"
+    if row.budget != "fits":
+        assert paging.total("evictions") > 0, "no page ever left memory"
+        assert paging.total("reloads") > 0, "no page ever came back"
+    if row.recipe.is_eager is not None:
+        schedules = {strategy.engine.plan.schedule for strategy in paging.strategies}
+        assert schedules == {"eager" if row.recipe.is_eager else "deferred"}

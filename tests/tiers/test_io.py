@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mt_lightning.errors import CorruptPageError, StorageError
+from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.tiers.arena import Arena, Frame
+from mt_lightning.tiers.doubles import Fault, FaultyStore, MemoryStore
+from mt_lightning.tiers.io import IOQueue, hash_blocks
+from mt_lightning.tiers.store import FileStore
+
+NAME = "p00000.weight.0"
+SIZE = 2 * BLOCK_BYTES + 12288
+Fill = Callable[..., Frame]
+
+
+def test_roundtrip_in_pieces_with_sums(tmp_path: Path, filled: Fill) -> None:
+    store = FileStore([tmp_path])
+    store.create(NAME, SIZE)
+    queue = IOQueue(store)
+    good, back = filled(SIZE), filled(SIZE, seed=1)
+    written = queue.write(NAME, [(0, good.memory)]).wait()
+    assert written.done()
+    assert written.sums == hash_blocks(good.memory)
+    assert len(written.sums) == 3
+    queue.sync([NAME]).wait()
+    queue.read(NAME, [(0, back.memory)], sums=written.sums).wait()
+    assert back.memory == good.memory
+    cut = BLOCK_BYTES + 4096
+    pieces = [(cut, back.memory[cut:]), (0, back.memory[:cut])]
+    sums = [*hash_blocks(good.memory[cut:]), *hash_blocks(good.memory[:cut])]
+    assert len(sums) == 4
+    back.memory[:] = bytes(SIZE)
+    queue.read(NAME, pieces, sums=sums).wait()
+    assert back.memory == good.memory
+    queue.close()
+
+
+def test_empty_requests_are_done(filled: Fill) -> None:
+    queue = IOQueue(MemoryStore(), num_threads=1)
+    assert queue.read(NAME, []).wait().done()
+    assert queue.sync([]).wait().done()
+    assert hash_blocks(memoryview(b"")) == []
+    queue.close()
+
+
+def make(faults: list[Fault], filled: Fill) -> tuple[IOQueue, list[int]]:
+    store = FaultyStore(MemoryStore(), faults)
+    store.create(NAME, SIZE)
+    store.write(NAME, 0, filled(SIZE).memory)
+    return IOQueue(store, num_threads=2), hash_blocks(filled(SIZE).memory)
+
+
+def test_lasting_corruption_is_found(filled: Fill) -> None:
+    queue, sums = make([Fault(op="read", kind="flip", nth=0)], filled)
+    ticket = queue.read(NAME, [(BLOCK_BYTES, filled(BLOCK_BYTES).memory)], sums=sums[1:2])
+    with pytest.raises(CorruptPageError, match=f"checksum.*offset {BLOCK_BYTES}") as caught:
+        ticket.wait()
+    assert caught.value.filename == NAME
+    queue.close()
+
+
+def test_passing_corruption_is_read_again(filled: Fill, caplog: pytest.LogCaptureFixture) -> None:
+    queue, sums = make([Fault(op="read", kind="flip", nth=1)], filled)
+    back = filled(SIZE, seed=1)
+    with caplog.at_level(logging.WARNING):
+        queue.read(NAME, [(0, back.memory)], sums=sums).wait()
+    assert back.memory == filled(SIZE).memory
+    assert "right when read again" in caplog.text
+    queue.close()
+
+
+def test_write_errors_reach_the_waiter(filled: Fill) -> None:
+    queue, _ = make([Fault(op="write", kind="enospc", nth=3)], filled)
+    frame = filled(SIZE)
+    ticket = queue.write(NAME, [(0, frame.memory)])
+    with pytest.raises(StorageError, match="write failed"):
+        ticket.wait()
+    with pytest.raises(StorageError, match="write failed"):
+        ticket.wait()
+    queue.check()  # it was read
+    queue.write(NAME, [(0, frame.memory)]).wait()
+    queue.close()
+
+
+def test_unread_errors_do_not_vanish(filled: Fill) -> None:
+    queue, _ = make([Fault(op="sync", kind="eio", nth=0)], filled)
+    read = queue.sync([NAME])
+    with pytest.raises(StorageError):
+        read.wait()
+    queue.sync([NAME])
+    with pytest.raises(StorageError, match="sync failed"):
+        queue.close()
+    queue.check()
+
+
+def test_any_exception_reaches_the_waiter(filled: Fill) -> None:
+    queue, _ = make([], filled)
+    ticket = queue.read(NAME, [(1, filled(4096).memory)])
+    with pytest.raises(AssertionError):
+        ticket.wait()
+    queue.read(NAME, [(0, filled(4096).memory)]).wait()
+    queue.close()
+
+
+def test_submitting_never_blocks_and_close_finishes(filled: Fill) -> None:
+    gate = threading.Event()
+
+    class Gated(MemoryStore):
+        def write(self, name: str, offset: int, buffer: memoryview) -> None:
+            assert gate.wait(10)
+            super().write(name, offset, buffer)
+
+    store = Gated()
+    store.create(NAME, SIZE)
+    queue = IOQueue(store, num_threads=2)
+    frame = filled(SIZE)
+    tickets = [queue.write(NAME, [(0, frame.memory)]) for _ in range(50)]
+    assert not any(ticket.done() for ticket in tickets)
+    gate.set()
+    queue.close()
+    assert all(ticket.done() for ticket in tickets)
+    assert store.bytes_written == 50 * SIZE
+    with pytest.raises(AssertionError, match="closed"):
+        queue.write(NAME, [(0, frame.memory)])
+
+
+@pytest.mark.parametrize("faults", [[], [Fault(op="read", kind="flip", nth=0)]])
+def test_a_done_ticket_holds_no_buffer(filled: Fill, faults: list[Fault]) -> None:
+    queue, sums = make(faults, filled)
+    arena = Arena()
+    for _ in range(20):
+        frame = arena.alloc(SIZE)
+        ticket = queue.read(NAME, [(0, frame.memory)], sums=sums)
+        try:
+            ticket.wait()
+        except CorruptPageError:
+            assert faults
+        arena.free(frame)
+        del frame
+        arena.trim()
+        assert ticket.done()
+    queue.close()

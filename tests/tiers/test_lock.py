@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mt_lightning.errors import ConfigError
+from mt_lightning.tiers.lock import DirectoryLock
+
+HOLD = """
+import sys
+from mt_lightning.tiers.lock import DirectoryLock
+lock = DirectoryLock(sys.argv[1])
+lock.acquire()
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_other_process_is_named(tmp_path: Path) -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    with child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "held\n"
+        lock = DirectoryLock(tmp_path)
+        with pytest.raises(ConfigError, match=f"pid {child.pid} on host .*offload_dir"):
+            lock.acquire()
+        child.kill()
+    lock.acquire()
+    assert (tmp_path / "lock").read_text().split()[0] == str(os.getpid())
+    lock.release()
+
+
+def test_same_process_is_refused_too(tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "here"
+    first, second = DirectoryLock(directory), DirectoryLock(tmp_path / "made" / "." / "here")
+    first.acquire()
+    with pytest.raises(ConfigError, match="this process"):
+        second.acquire()
+    second.release()
+    with pytest.raises(ConfigError, match="this process"):
+        second.acquire()
+    first.release()
+    first.release()
+    second.acquire()
+    second.release()

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mt_lightning as mt
+from mt_lightning.callbacks import PagingProgressBar
 
 
 class LargeModel(LightningModule):
@@ -68,7 +69,7 @@ def main() -> None:
         strategy=mt.MegaTrainStrategy(max_ram_gb=1),
         accelerator="cpu",
         max_steps=3,
-        callbacks=[mt.PagingMonitor()],
+        callbacks=[mt.PagingMonitor(), PagingProgressBar()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer, seed_everything
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mt_lightning as mt
+from mt_lightning.callbacks import PagingProgressBar
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def main() -> None:
         max_steps=5 if options.fast else 30,
         limit_val_batches=4,
         gradient_clip_val=1.0,
-        callbacks=[mt.PagingMonitor()],
+        callbacks=[mt.PagingMonitor(), PagingProgressBar()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -14,6 +14,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import mt_lightning as mt
+from mt_lightning.callbacks import PagingProgressBar
 
 VOCABULARY = 128
 
@@ -67,7 +68,7 @@ def main() -> None:
         strategy=mt.MegaTrainStrategy(max_ram_gb=0.25),
         accelerator="cpu",
         max_steps=5 if fast else 100,
-        callbacks=[mt.PagingMonitor()],
+        callbacks=[mt.PagingMonitor(), PagingProgressBar()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

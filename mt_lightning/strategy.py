@@ -123,18 +123,24 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def precision_plugin(self) -> MegaTrainPrecision:
         """The precision plugin; Lightning's own ones are translated."""
+        if self._precision_plugin is None:
+            self._precision_plugin = MegaTrainPrecision()
         assert isinstance(self._precision_plugin, MegaTrainPrecision)
         return self._precision_plugin
 
     @precision_plugin.setter
     @override
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        self._precision_plugin = MegaTrainPrecision.from_plugin(precision_plugin)
+        # None stays None: the connector takes a plugin found here for one the user chose.
+        chosen = precision_plugin is not None
+        self._precision_plugin = (
+            MegaTrainPrecision.from_plugin(precision_plugin) if chosen else None
+        )
 
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """The CheckpointIO plugin; made on first use, so that `Trainer(plugins=[...])` can set one."""
+        """The CheckpointIO plugin; made on first use, so that `Trainer(plugins=...)` can set one."""
         if self._checkpoint_io is None:
             self._checkpoint_io = PagedCheckpointIO()
         return self._checkpoint_io
@@ -283,7 +289,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Run the closure and step; with eager updates, pages are updated behind its backward."""
         assert self._engine is not None
         if self._eager:
-            self._engine.live.arm(0)
+            value = self.lightning_module.trainer.gradient_clip_val  # type: ignore[union-attr]
+            self._engine.live.arm(0, float(value) if value else None)
         return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     # -- checkpoints ------------------------------------------------------------------------------

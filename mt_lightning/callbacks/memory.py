@@ -19,14 +19,13 @@ def process_memory_bytes() -> int:
 
 
 class MemorySampler:
-    """Remembers the largest value of `process_memory_bytes` between start and stop."""
+    """Remembers the largest value of `process_memory_bytes` between start and stop.
+
+    Args:
+        interval_s: time between two samples.
+    """
 
     def __init__(self, interval_s: float = 0.02) -> None:
-        """Sample nothing yet.
-
-        Args:
-            interval_s: time between two samples.
-        """
         self.peak_bytes = 0
         self._interval_s = interval_s
         self._stopping = threading.Event()

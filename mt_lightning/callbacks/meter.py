@@ -11,6 +11,8 @@ import torch
 
 from mt_lightning.pager.stats import Stats
 
+_STALLS = ("stall_read_s", "stall_update_s", "stall_memory_s")
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
@@ -23,7 +25,11 @@ class StepRecord:
     num_tokens: int
     """Tokens trained on; 0 where the batch has no `input_ids`."""
     read_bytes: int
+    """Read since the end of the step before."""
     written_bytes: int
+    """Written since the end of the step before."""
+    spans_evaluation: bool
+    """Whether a validation ran since the end of the step before."""
     stall_read_s: float
     """Training waited for weights."""
     stall_update_s: float
@@ -54,8 +60,13 @@ class StepRecord:
 class StepMeter:
     """Turns the cumulative counters of an engine into one record per optimizer step.
 
-    Only the time between the start and the end of a training batch counts, so validation and
-    checkpoints between two steps belong to neither.
+    Times count between start and end of a training batch. Bytes count from the end of a step to
+    the end of the next: a worker writes between batches, too.
+
+    Args:
+        read_stats: gives the counters of the engine, up to date.
+        global_step: optimizer steps done so far.
+        clock: seconds that only grow.
     """
 
     def __init__(
@@ -64,52 +75,49 @@ class StepMeter:
         global_step: int,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start before the first batch.
-
-        Args:
-            read_stats: gives the counters of the engine, up to date.
-            global_step: optimizer steps done so far.
-            clock: seconds that only grow.
-        """
         self._read_stats = read_stats
         self._clock = clock
         self._global_step = global_step
-        self._batch_start: tuple[float, Mapping[str, float]] | None = None
-        self._open: dict[str, float] = {}
+        self._step_end = self._batch_start = read_stats().snapshot()
+        self._batch_start_s = clock()
+        self._open = dict.fromkeys((*_STALLS, "update_s", "wall_s", "num_tokens"), 0.0)
+        self._spans_evaluation = False
 
     def start_batch(self) -> None:
         """Note clock and counters at the start of a training batch."""
-        self._batch_start = (self._clock(), self._read_stats().snapshot())
+        self._batch_start_s = self._clock()
+        self._batch_start = self._read_stats().snapshot()
+
+    def note_evaluation(self) -> None:
+        """Note that a validation reads pages before the open step ends."""
+        self._spans_evaluation = True
 
     def end_batch(self, batch: Any, global_step: int) -> StepRecord | None:
         """Add a batch to the open step; return its record if the optimizer has stepped."""
-        assert self._batch_start is not None
-        start_s, before = self._batch_start
-        after = self._read_stats().snapshot()
-        cost = {
-            "wall_s": self._clock() - start_s,
-            "num_tokens": count_tokens(batch),
-            "read_bytes": after["bytes_read"] - before["bytes_read"],
-            "written_bytes": after["bytes_written"] - before["bytes_written"],
-            **{
-                field: after[field] - before[field]
-                for field in ("stall_read_s", "stall_update_s", "stall_memory_s", "update_s")
-            },
-        }
-        for field, value in cost.items():
-            self._open[field] = self._open.get(field, 0) + value
+        now = self._read_stats().snapshot()
+        self._open["wall_s"] += self._clock() - self._batch_start_s
+        self._open["num_tokens"] += count_tokens(batch)
+        for field in (*_STALLS, "update_s"):
+            self._open[field] += now[field] - self._batch_start[field]
         if global_step == self._global_step:
             return None
-        self._global_step = global_step
-        total, self._open = self._open, {}
-        return StepRecord(
+        record = StepRecord(
             step=global_step,
-            ram_used_bytes=int(after["ram_used_bytes"]),
-            num_tokens=int(total.pop("num_tokens")),
-            read_bytes=int(total.pop("read_bytes")),
-            written_bytes=int(total.pop("written_bytes")),
-            **total,
+            wall_s=self._open["wall_s"],
+            num_tokens=int(self._open["num_tokens"]),
+            read_bytes=int(now["bytes_read"] - self._step_end["bytes_read"]),
+            written_bytes=int(now["bytes_written"] - self._step_end["bytes_written"]),
+            spans_evaluation=self._spans_evaluation,
+            stall_read_s=self._open["stall_read_s"],
+            stall_update_s=self._open["stall_update_s"],
+            stall_memory_s=self._open["stall_memory_s"],
+            update_s=self._open["update_s"],
+            ram_used_bytes=int(now["ram_used_bytes"]),
         )
+        self._global_step, self._step_end = global_step, now
+        self._open = dict.fromkeys(self._open, 0.0)
+        self._spans_evaluation = False
+        return record
 
 
 def count_tokens(batch: Any) -> int:

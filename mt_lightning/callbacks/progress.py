@@ -31,15 +31,13 @@ class PagingProgressBar(ProgressBar):
 
     Where the output is not a terminal, it writes a line every `plain_every_n_steps` optimizer
     steps instead of a bar that cannot be redrawn.
+
+    Args:
+        plain_every_n_steps: optimizer steps between two lines where there is no terminal.
+        console: where the bar goes; None means rich's global console.
     """
 
     def __init__(self, *, plain_every_n_steps: int = 10, console: Console | None = None) -> None:
-        """Draw nothing yet.
-
-        Args:
-            plain_every_n_steps: optimizer steps between two lines where there is no terminal.
-            console: where the bar goes; None means rich's global console.
-        """
         super().__init__()
         self._console = console or rich.get_console()
         self._plain_every_n_steps = plain_every_n_steps

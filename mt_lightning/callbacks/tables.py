@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from mt_lightning.callbacks.meter import StepRecord
-from mt_lightning.pager.stats import Stats
-
-if TYPE_CHECKING:
-    from mt_lightning.engine.plan import Plan
+from mt_lightning.callbacks.recorder import RunCost
+from mt_lightning.engine.plan import Plan
 
 GIB = 1024**3
 _MIB = 1024**2
-_TABLE_STYLE: dict[str, Any] = {"title_justify": "left", "title_style": "bold", "min_width": 72}
+_TABLE_STYLE: dict[str, Any] = {
+    "title_justify": "left",
+    "title_style": "bold",
+    "caption_justify": "left",
+    "min_width": 72,
+}
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -31,91 +33,62 @@ def plan_table(plan: Plan) -> Table:
     """Show what goes where, before the run."""
     table = Table(title="What goes where", **_TABLE_STYLE)
     table.add_column("what")
-    table.add_column("bytes", justify="right")
-    table.add_column("where")
+    table.add_column("bytes", justify="right", no_wrap=True)
+    table.add_column("where", overflow="fold")
     for item, num_bytes, place in plan.rows():
         table.add_row(Text(item), format_bytes(num_bytes), Text(place))
-    table.caption = Text(
-        f"{plan.num_units} units in {plan.num_pages} pages, {plan.schedule} update"
-    )
-    table.caption_justify = "left"
+    units, pages = _count(plan.num_units, "unit"), _count(plan.num_pages, "page")
+    table.caption = Text(f"{units} in {pages}, {plan.schedule} update")
     return table
 
 
-def closing_table(
-    plan: Plan,
-    stats: Stats,
-    records: Sequence[StepRecord],
-    *,
-    process_peak_bytes: int,
-    expected_bytes_per_step: tuple[int, int],
-) -> Table:
-    """Show what the run cost, against what was expected.
-
-    Args:
-        plan: the plan of the engine.
-        stats: its counters after the run.
-        records: one per optimizer step.
-        process_peak_bytes: the most anonymous and shared memory of the whole process.
-        expected_bytes_per_step: bytes read and written by a step, as the engine predicts them.
-    """
-    table = Table(title=f"What {_count(len(records), 'step')} took", **_TABLE_STYLE)
+def cost_table(cost: RunCost) -> Table:
+    """Show what the run cost, against what was expected."""
+    plan = cost.plan
+    table = Table(title=f"What {_count(len(cost.records), 'step')} took", **_TABLE_STYLE)
     table.add_column("what")
-    table.add_column("measured", justify="right")
+    table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("against")
-    held_bytes = plan.weight_bytes + plan.state_bytes + plan.grad_bytes
+    parts = (plan.weight_bytes, plan.grad_bytes, plan.state_bytes)
     table.add_row(
-        "weights, gradients, optimizer state",
-        format_bytes(held_bytes),
-        f"{format_bytes(plan.weight_bytes)} + {format_bytes(plan.grad_bytes)} + "
-        f"{format_bytes(plan.state_bytes)}",
+        "weights, gradients, state", format_bytes(sum(parts)), " + ".join(map(format_bytes, parts))
     )
     table.add_row(
         "peak memory of paging",
-        format_bytes(stats.ram_peak_bytes),
+        format_bytes(cost.paging_peak_bytes),
         f"limit {format_bytes(plan.ram_limit_bytes)}",
     )
     table.add_row(
         "peak memory of the process",
-        format_bytes(process_peak_bytes),
-        "all of it: libraries, activations, paging",
+        format_bytes(cost.process_peak_bytes),
+        "with libraries and activations",
         end_section=True,
     )
-    steady = steady_steps(records)
-    for name, field, expected in (
-        ("read per step", "read_bytes", expected_bytes_per_step[0]),
-        ("written per step", "written_bytes", expected_bytes_per_step[1]),
+    for name, measured, expected in (
+        ("read per step", cost.read_bytes_per_step, cost.expected_read_bytes),
+        ("written per step", cost.written_bytes_per_step, cost.expected_written_bytes),
     ):
-        measured = median(getattr(record, field) for record in steady) if steady else 0
         table.add_row(name, format_bytes(measured), f"expected {format_bytes(expected)}")
-    if records:
-        _add_time_rows(table, records)
+    table.add_section()
+    _add_time_rows(table, cost.records)
     return table
 
 
-def steady_steps(records: Sequence[StepRecord]) -> Sequence[StepRecord]:
-    """Leave out the first steps, which start from an empty pool, where there are enough."""
-    return records[2:] if len(records) >= 5 else records[-1:]
-
-
 def _add_time_rows(table: Table, records: Sequence[StepRecord]) -> None:
-    table.add_section()
     wall_s = sum(record.wall_s for record in records)
-    parts = {
-        "read": sum(record.stall_read_s for record in records),
-        "update": sum(record.stall_update_s for record in records),
-        "memory": sum(record.stall_memory_s for record in records),
-    }
-    stall_s = sum(parts.values())
+    stall_s = sum(record.stall_s for record in records)
+    num_tokens = sum(record.num_tokens for record in records)
+    speed = f"{num_tokens / wall_s:.0f} tokens/s" if num_tokens else ""
+    table.add_row("time per step", f"{wall_s / len(records):.2f} s", speed)
+    table.add_row("  compute", _share(wall_s - stall_s, wall_s))
+    for name, part_s in (
+        ("weights", sum(record.stall_read_s for record in records)),
+        ("updates", sum(record.stall_update_s for record in records)),
+        ("memory", sum(record.stall_memory_s for record in records)),
+    ):
+        table.add_row("  stall", _share(part_s, wall_s), f"waiting for {name}")
     update_s = sum(record.update_s for record in records)
-    tokens = sum(record.num_tokens for record in records)
-    per_step = wall_s / len(records)
-    speed = f"{tokens / wall_s:.0f} tokens/s" if tokens else ""
-    table.add_row("time per step", f"{per_step:.2f} s", speed)
-    table.add_row("  compute", _share(wall_s - stall_s, wall_s), "")
-    waits = ", ".join(f"{name} {_share(part, wall_s)}" for name, part in parts.items())
-    table.add_row("  stall", _share(stall_s, wall_s), f"waiting for: {waits}")
-    table.add_row("update worker busy", _share(update_s, wall_s), "beside compute and stall")
+    table.add_row("update worker", _share(update_s, wall_s), "busy, beside the rows above")
 
 
 def _share(part: float, whole: float) -> str:

@@ -55,7 +55,8 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
     plain = [item for item in parsed if _is_plain_value(item)]
     if not plain:
         return list(arguments)
-    choices = [str(item.input_line) for item in parsed if "." not in item.key_or_group]
+    groups = {path.name for path in settings_directory().iterdir() if path.is_dir()}
+    choices = [str(item.input_line) for item in parsed if item.key_or_group in groups]
     with initialize_config_dir(str(settings_directory()), version_base=VERSION_BASE):
         settings = compose(CONFIG_NAME, overrides=_first_choices(choices))
     completed = {str(item.input_line): _complete(item, settings) for item in plain}
@@ -90,6 +91,5 @@ def _complete(override: Override, settings: DictConfig) -> str:
 
 
 def _parameters(target: str) -> Mapping[str, inspect.Parameter]:
-    parameters = dict(inspect.signature(get_object(target)).parameters)
-    parameters.pop("self", None)
-    return parameters
+    found = inspect.signature(get_object(target)).parameters
+    return {name: parameter for name, parameter in found.items() if not name.startswith("_")}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import signal
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
-from omegaconf import DictConfig
+from omegaconf import MISSING, DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -19,7 +20,8 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from mt_lightning.callbacks.monitor import paging_engine
+from mt_lightning.callbacks.recorder import paging_engine
+from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import CausalLMModule, TextDataModule
 
 log = logging.getLogger(__name__)
@@ -36,8 +38,10 @@ def train(settings: DictConfig, console: Console) -> float:
         The validation perplexity after the training.
 
     Raises:
+        ConfigError: if a setting is missing or wrong.
         KeyboardInterrupt: if the run was stopped; what was trained has been saved.
     """
+    _check_complete(settings)
     disable_progress_bar()
     _quiet_warnings()
     seed_everything(settings.seed, verbose=False)
@@ -70,11 +74,34 @@ def train(settings: DictConfig, console: Console) -> float:
 def build_trainer(settings: DictConfig) -> Trainer:
     """Build the Trainer with its strategy, callbacks and logger."""
     parts = {
-        "strategy": instantiate(settings.strategy),
-        "callbacks": [instantiate(callback) for callback in settings.callbacks.values()],
-        "logger": instantiate(settings.logger),
+        "strategy": _build(settings.strategy),
+        "callbacks": [_build(callback) for callback in settings.callbacks.values()],
+        "logger": _build(settings.logger),
     }
     return instantiate(settings.trainer, **parts, _convert_="all")
+
+
+def _check_complete(settings: DictConfig) -> None:
+    missing = list(_missing_keys(OmegaConf.to_container(settings, resolve=False)))
+    if missing:
+        raise ConfigError(
+            f"The chosen settings need a value for {', '.join(missing)}. "
+            f"Give it on the command line: {missing[0]}=..."
+        )
+
+
+def _missing_keys(node: Any, path: str = "") -> Iterator[str]:
+    # Not OmegaConf.missing_keys: it fails at a reference to a missing value.
+    if node == MISSING:
+        yield path
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _missing_keys(value, f"{path}.{key}" if path else str(key))
+
+
+def _build(setting: Any) -> Any:
+    # A name ("auto") or a switch (False) is itself.
+    return instantiate(setting, _convert_="all") if isinstance(setting, DictConfig) else setting
 
 
 def generate(
@@ -198,3 +225,5 @@ def _quiet_warnings() -> None:
     # The text is mapped from disk and costs nothing to serve.
     warnings.filterwarnings("ignore", message=".*does not have many workers.*")
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
+    # data.val_fraction=0 is said on purpose.
+    warnings.filterwarnings("ignore", message="Total length of .* across ranks is zero.*")

@@ -48,11 +48,17 @@ class Attached:
     def enter(self, unit: Unit, *, backward: bool) -> None:
         """Bring a unit's pages up to date and bind them; called by executors."""
         run, table = self.run, self.run.build.table
-        with record_function(f"MegaTrain::{'rebind' if backward else 'bind'} ({unit.name})"):
+        order = run.orders[backward or torch.is_grad_enabled()]
+        phase = "rebind" if backward else "bind"
+        # Frames made under inference_mode could never be written to again.
+        with (
+            record_function(f"MegaTrain::{phase} ({unit.name})"),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
             if backward:
                 self._begin_backward()
                 run.steps.submit_ready()
-            order = run.orders[backward or torch.is_grad_enabled()]
             order.observe(unit.index)
             pages = [table[index] for index in unit.pages]
             with self._stats.timing("stall_update_s", self._machine.clock):
@@ -140,9 +146,14 @@ class Attached:
 
     # -- step -------------------------------------------------------------------------------------
 
-    def arm(self, optimizer: int) -> None:
-        """Let the coming backward update pages of `optimizer` behind it."""
-        self.run.steps.arm(optimizer)
+    def arm(self, optimizer: int, clip_value: float | None = None) -> None:
+        """Let the coming backward update pages of `optimizer` behind it.
+
+        Args:
+            optimizer: Its index.
+            clip_value: Bound of value clipping, which needs no other gradient.
+        """
+        self.run.steps.arm(optimizer, clip_value)
 
     def step(self, optimizer: int) -> bool:
         """Apply the gradients of one optimizer; False when the step was skipped."""
@@ -258,7 +269,13 @@ class Attached:
     def import_state(self, optimizer: int, state: dict[int, dict[str, Any]]) -> None:
         """Write an optimizer's state to pages."""
         trained = self.run.steps.trained[optimizer]
-        importer = StateImporter(self._machine.io, self.run.pool, self._machine.arena)
+        importer = StateImporter(
+            self._machine.store,
+            self._machine.io,
+            self.run.pool,
+            self._machine.arena,
+            self.run.ring,
+        )
         by_place = {place: state.get(i, {}) for i, place in enumerate(trained.order)}
         for page in trained.pages:
             states = [by_place.get((page.index, i), {}) for i in range(len(page.layout.params))]

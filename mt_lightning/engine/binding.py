@@ -30,6 +30,7 @@ class Binder:
         self._depth = [0] * len(build.table)
         self._planes: dict[int, torch.Tensor] = {}
         self._leaving: list[torch.Tensor] = []
+        self._settled: list[Page] = []
         self.used: set[int] = set()
 
     def upload(self, host: torch.Tensor) -> Upload:
@@ -42,10 +43,15 @@ class Binder:
         self._planes.setdefault(page.index, plane)
         self._depth[page.index] += 1
         self.used.add(page.index)
-        with torch.inference_mode(False), torch.no_grad():
-            self.show(page, self._planes[page.index])
+        self.show(page, self._planes[page.index])
         if self._planes[page.index] is not plane and not self._link.unified:
             self._leaving.append(plane)
+
+    def settle(self, page: Page, plane: torch.Tensor) -> None:
+        """Bind a page that stays in host memory until `reset`."""
+        self._settled.append(page)
+        self.used.add(page.index)
+        self.show(page, plane)
 
     def show(self, page: Page, plane: torch.Tensor) -> None:
         """Point the parameters at `plane` without keeping count."""
@@ -80,6 +86,9 @@ class Binder:
             if self._depth[page.index]:
                 self._depth[page.index] = 1
                 self.unbind(page)
+        for page in self._settled:
+            self.blank(page)
+        self._settled.clear()
         self.used.clear()
 
     def collect(self) -> None:

@@ -234,7 +234,7 @@ class Engine:
             entry = run.pool.pin(run.build.table[index])
             entry.wait()
             run.resident.append(entry)
-            run.binder.bind(entry.page, entry.frame.tensor)
+            run.binder.settle(entry.page, entry.frame.tensor)
         self._executors = [Executor(self.live, unit) for unit in run.build.units]
         for executor in self._executors:
             executor.attach()

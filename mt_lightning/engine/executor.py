@@ -124,7 +124,7 @@ class _Execution:
 
 
 class _Bound:
-    """Binds around one execution; the autocast cache is off, it would keep a cast of each weight."""
+    """Binds around one execution; autocast's cache is off, it would keep casts of weights."""
 
     backward = False
 

@@ -56,6 +56,11 @@ class PageGrads:
         """Return whether the parameter got a gradient."""
         return self.ram[param] is not None or param in self.spill.present
 
+    def must_be_whole(self, page: Page) -> bool:
+        """Return whether the update has to bring gradients back from disk before it begins."""
+        absent = any(self.ram[i] is None for i in self.spill.present)
+        return absent and not page.state_layout.sliced and not self.reservations
+
     def free(self) -> None:
         """Drop what is in RAM."""
         self.ram = [None] * len(self.ram)

@@ -37,7 +37,9 @@ def create_files(
 
     Mappings of a deleted file stay valid: parameters may be parked on it until they are imported.
     """
-    for name, nbytes in old.items():
+    written = {f"{name.rsplit('.', 1)[0]}.{slot}" for name in old for slot in (0, 1)}
+    for name in sorted(written):
+        nbytes = old.get(name, 0)
         stays = keep_weights and ".weight." in name and new.get(name) == nbytes
         if not stays and store.exists(name):
             store.delete(name)

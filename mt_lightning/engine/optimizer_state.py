@@ -7,13 +7,14 @@ from typing import Any
 import torch
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.spill import Ring
 from mt_lightning.engine.steps import Trained
 from mt_lightning.errors import ConfigError
 from mt_lightning.pager.pool import WeightPool
 from mt_lightning.pages.layout import ParamSpec
 from mt_lightning.pages.state import Segment
 from mt_lightning.pages.table import Page, ParamState
-from mt_lightning.tiers.arena import Arena
+from mt_lightning.tiers.arena import Arena, Frame
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.store import Store
 
@@ -45,7 +46,11 @@ def export_state(build: Build, trained: Trained, store: Store) -> dict[int, dict
 class StateImporter:
     """Writes optimizer state to pages: from a checkpoint, or from the optimizer itself."""
 
-    def __init__(self, io: IOQueue, pool: WeightPool, arena: Arena) -> None:
+    def __init__(
+        self, store: Store, io: IOQueue, pool: WeightPool, arena: Arena, ring: Ring
+    ) -> None:
+        self._store = store
+        self._ring = ring
         self._io = io
         self._pool = pool
         self._arena = arena
@@ -81,6 +86,7 @@ class StateImporter:
         if page.state.nbytes and any(state.present for state in small):
             slot = page.state.next_slot
             name = f"{page.state.key}.{slot}"
+            self._store.prepare_write(name, page.state.nbytes)
             page.state.advance(slot, self._write(page, states, name))
             touched.add(name)
         page.small = small
@@ -88,27 +94,41 @@ class StateImporter:
 
     def _write(self, page: Page, states: list[dict[str, Any]], name: str) -> list[list[int]]:
         size = page.state_layout.largest_chunk_bytes
-        reservation = self._pool.reserve(size, "state", f"the state of page {page.layout.key}")
-        frame = self._arena.alloc(size)
+        frame = self._ring.acquire()
+        if frame is None or frame.nbytes < size:
+            reservation = self._pool.reserve(size, "state", f"the state of page {page.layout.key}")
+            own = self._arena.alloc(size)
+            sums = self._write_chunks(page, states, name, own)
+            self._arena.free(own)
+            reservation.free()
+        else:
+            sums = self._write_chunks(page, states, name, frame)
+        if frame is not None:
+            self._ring.release(frame)
+        return sums
+
+    def _write_chunks(
+        self, page: Page, states: list[dict[str, Any]], name: str, frame: Frame
+    ) -> list[list[int]]:
         sums = []
         for chunk in page.state_layout.chunks:
             frame.tensor.zero_()
             for segment in chunk.segments:
-                spec = page.layout.params[segment.param]
-                for key, dtype, shape, at in segment.tensors:
-                    value = states[segment.param].get(key)
-                    if value is not None:
-                        part = _part(value, spec, segment, shape)
-                        stored = frame.tensor[at : at + part.numel() * dtype.itemsize].view(dtype)
-                        stored.copy_(part)
+                _fill(frame, page.layout.params[segment.param], segment, states[segment.param])
             pieces, at = [], 0
             for offset, length in chunk.pieces:
                 pieces.append((offset, frame.memory[at : at + length]))
                 at += length
             sums.append(list(self._io.write(name, pieces).wait().sums))
-        self._arena.free(frame)
-        reservation.free()
         return sums
+
+
+def _fill(frame: Frame, spec: ParamSpec, segment: Segment, state: dict[str, Any]) -> None:
+    for key, dtype, shape, at in segment.tensors:
+        value = state.get(key)
+        if value is not None:
+            part = _part(value, spec, segment, shape)
+            frame.tensor[at : at + part.numel() * dtype.itemsize].view(dtype).copy_(part)
 
 
 def _part(

@@ -31,7 +31,7 @@ class Plan:
         min_ram_bytes: The smallest budget that works.
         ram_limit_bytes: The budget.
         disk_bytes: All files: both slots of every plane, and spilled gradients.
-        schedule: "eager" or "deferred".
+        schedule: "eager" or "deferred", "none" without optimizers.
         directories: Where the pages lie.
         ring_bytes: Length of each frame that state streams through.
         num_ring: How many of them.
@@ -107,7 +107,7 @@ def make_plan(
         build: The pages.
         ram_limit_bytes: The host budget.
         directories: Where the pages lie.
-        schedule: "eager" or "deferred".
+        schedule: "eager" or "deferred", "none" without optimizers.
         holds_grads: Whether gradients of the whole model exist at once: deferred, or accumulation.
         trains: Whether there are optimizers.
         in_memory: Whether the files lie in memory and are charged to the budget.
@@ -122,7 +122,7 @@ def make_plan(
     chunk = align_up(max((p.state_layout.largest_chunk_bytes for p in trained), default=0))
     num_ring = (_STREAMING_CHUNKS if chunk <= _WHOLE_CHUNK_BYTES else 1) if chunk else 0
     staging = min(BLOCK_BYTES, max((page.layout.nbytes for page in trained), default=0))
-    num_staging = int(holds_grads and bool(trained))
+    num_staging = int(bool(trained))
     files = _file_bytes(build)
 
     fixed = num_ring * chunk + num_staging * staging + (files if in_memory else 0)
@@ -173,7 +173,7 @@ def make_plan(
         min_ram_bytes=minimum,
         ram_limit_bytes=ram_limit_bytes,
         disk_bytes=files + spilled_bytes,
-        schedule=schedule,
+        schedule=schedule if trains else "none",
         directories=directories,
         ring_bytes=chunk,
         num_ring=num_ring,

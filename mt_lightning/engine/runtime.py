@@ -42,6 +42,7 @@ class Runtime:
     check: SelfCheck | None
     updaters: tuple[Updater, Updater]
     orders: dict[bool, LearnedOrder]
+    ring: Ring
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
 
@@ -69,7 +70,7 @@ def start(
     """Reserve what is needed for the whole run and put the parts together."""
     budget = Budget(plan.ram_limit_bytes)
     worker = UpdateWorker()
-    pool = WeightPool(machine.arena, budget, machine.io, stats, machine.clock, worker.retire_oldest)
+    pool = WeightPool(machine.arena, budget, machine.store, machine.io, stats, machine.clock)
     binder = Binder(build, machine.link)
     resident = set(build.resident)
     gradients = Gradients(build.table, pool, machine.link, resident)
@@ -89,7 +90,7 @@ def start(
         budget.reserve(2 * build.table[index].layout.grad_bytes, "gradients")
     range_bytes = min(slice_bytes, BLOCK_BYTES)
     check = SelfCheck()
-    spiller = Spiller(machine.io, stats, staging, range_bytes)
+    spiller = Spiller(machine.store, machine.io, stats, staging, range_bytes)
     updater, inline = (
         Updater(machine.store, machine.io, stats, machine.clock, ring, spiller, cached, check)
         for _ in range(2)
@@ -99,6 +100,7 @@ def start(
         build, trained, gradients, pool, worker, updater, inline, spiller, committer, stats,
         set(plan.spilled), nonfinite,
     )  # fmt: skip
+    pool.relieve = steps.relieve
     return Runtime(
         build=build,
         plan=plan,
@@ -112,6 +114,7 @@ def start(
         check=check,
         updaters=(updater, inline),
         orders={True: LearnedOrder(), False: LearnedOrder()},
+        ring=ring,
         held=held,
         resident=[],
     )
@@ -124,7 +127,10 @@ def stop(runtime: Runtime, machine: Machine) -> None:
     runtime.resident.clear()
     runtime.pool.clear()
     for frame, reservation in runtime.held:
-        machine.arena.free(frame)
+        if frame.in_use():
+            machine.arena.forget(frame)
+        else:
+            machine.arena.free(frame)
         reservation.free()
     runtime.held.clear()
     runtime.worker.close()

@@ -14,6 +14,7 @@ from mt_lightning.pages.state import Chunk
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import IOQueue, Ticket
+from mt_lightning.tiers.store import Store
 
 
 class Ring:
@@ -48,7 +49,10 @@ class Spiller:
     staging frames: tensors made by autograd are not aligned for direct I/O.
     """
 
-    def __init__(self, io: IOQueue, stats: Stats, staging: Ring, range_bytes: int) -> None:
+    def __init__(
+        self, store: Store, io: IOQueue, stats: Stats, staging: Ring, range_bytes: int
+    ) -> None:
+        self._store = store
         self._io = io
         self._stats = stats
         self._staging = staging
@@ -81,6 +85,7 @@ class Spiller:
                     for stored, part in _overlap(page, i, grad, start, stop, frame):
                         stored.copy_(part)
             name = f"{page.layout.key}.grad.0"
+            self._store.prepare_write(name, page.layout.nbytes)
             ticket = self._io.write(name, [(start, frame.memory[: stop - start])]).wait()
             spill.sums[start] = list(ticket.sums)
             self.release(frame)

@@ -86,6 +86,7 @@ class Steps:
         self._nonfinite = nonfinite
         self._resident = set(build.resident)
         self._armed: int | None = None
+        self._eager_clip = Clip()
         self._hyper: Hyper | None = None
         self._ready: list[Page] = []
         self._due: dict[int, _Due] = {}
@@ -98,9 +99,10 @@ class Steps:
 
     # -- backward ---------------------------------------------------------------------------------
 
-    def arm(self, optimizer: int) -> None:
+    def arm(self, optimizer: int, clip_value: float | None = None) -> None:
         """Let the coming backward update pages of `optimizer` as their gradients complete."""
         self._armed, self._hyper = optimizer, None
+        self._eager_clip = Clip(value=clip_value)
 
     def disarm(self) -> None:
         """End eager updates."""
@@ -119,9 +121,7 @@ class Steps:
         elif page.index in self._spilled:
             part = self._gradients.take_ram(page)
             if part is not None:
-                self._worker.submit(
-                    lambda: self._spiller.spill(page, part, measure=True), page.index, part.free
-                )
+                self._submit_spill(page, part)
 
     def submit_ready(self) -> None:
         """Submit eager updates of pages whose frames autograd has let go of."""
@@ -134,16 +134,45 @@ class Steps:
                 self._submit_eager(page)
         self._ready = waiting
 
+    def relieve(self) -> bool:
+        """Give memory back when training runs out of it; False when nothing can be given.
+
+        The oldest update is waited for; failing that, gradients of a page whose unit has run but
+        that misses some, or that autograd has not let go of, go to disk.
+        """
+        if self._worker.retire_oldest():
+            return True
+        for page in (*self._gradients.unfinished(), *self._ready):
+            entry = self._pool.entry(page)
+            if page.index in self._resident or (entry is not None and entry.pins):
+                continue
+            self._gradients.complete(page)
+            part = self._gradients.take_ram(page)
+            if part is not None:
+                self._submit_spill(page, part)
+                return True
+        return False
+
+    def _submit_spill(self, page: Page, part: PageGrads) -> None:
+        self._worker.submit(
+            lambda: self._spiller.spill(page, part, measure=True), page.index, part.free
+        )
+
+    def _take(self, page: Page) -> PageGrads | None:
+        """Take a page's gradient; a spill under way must end first, it knows what is on disk."""
+        self._worker.retire_page(page.index)
+        return self._gradients.take(page)
+
     def _submit_eager(self, page: Page) -> None:
         assert self._armed is not None
         self._gradients.check_cleared(page)
-        grads = self._gradients.take(page)
+        grads = self._take(page)
         if grads is None:
             return
         if self._hyper is None:
             self._hyper = snapshot(self.trained[self._armed].optimizer)
         self.partial = True
-        self._submit(page, _Due(grads, self._hyper, self._clips.get(self._armed, Clip())))
+        self._submit(page, _Due(grads, self._hyper, self._eager_clip))
 
     # -- step -------------------------------------------------------------------------------------
 
@@ -157,7 +186,10 @@ class Steps:
         return norm
 
     def clip_value(self, optimizer: int, value: float) -> None:
-        """Clamp the gradients of `optimizer` when it steps."""
+        """Clamp the gradients of `optimizer` when it steps; known in advance where it is armed."""
+        if self._armed == optimizer:
+            assert self._eager_clip.value == float(value)
+            return
         self._set_clip(optimizer, Clip(value=float(value)))
 
     def _set_clip(self, optimizer: int, clip: Clip) -> None:
@@ -216,13 +248,13 @@ class Steps:
             self._hyper if self._armed == optimizer and self._hyper else snapshot(trained.optimizer)
         )
         trained.first_hyper = trained.first_hyper or hyper
-        clip = self._clips.get(optimizer, Clip())
         eager = self._armed == optimizer
+        clip = self._eager_clip if eager else self._clips.get(optimizer, Clip())
         self._ready.clear()
         for page in trained.pages:
             if not eager and page.index in self._due:
                 self._submit_due(page)
-            grads = self._gradients.take(page)
+            grads = self._take(page)
             if grads is None:
                 continue
             due = _Due(grads, hyper, clip)
@@ -262,7 +294,13 @@ class Steps:
 
     def ahead_of_use(self, page: Page) -> None:
         """Begin an update that will be needed soon, if its weights can be had."""
-        if page.index in self._due and self._pool.prefetch(page):
+        due = self._due.get(page.index)
+        if due is None or not self._pool.prefetch(page):
+            return
+        entry = self._pool.pin(page)
+        fits = not due.grads.must_be_whole(page) or self._pool.can_reserve(page.layout.grad_bytes)
+        self._pool.release(entry)
+        if fits and not entry.frame.in_use():
             self._submit_due(page)
 
     def flush(self) -> None:
@@ -307,11 +345,10 @@ class Steps:
 
     def _submit(self, page: Page, due: _Due) -> None:
         self._worker.retire_page(page.index)
-        missing = due.grads.spill.present and not page.state_layout.sliced
         entry = self._pool.pin(page)
         if entry.frame.in_use():
             entry = self._pool.copy_on_write(page)
-        if missing and not due.grads.reservations:
+        if due.grads.must_be_whole(page):
             what = f"the gradients of page {page.layout.key}, which its optimizer needs whole,"
             due.grads.reservations.append(
                 self._pool.reserve(page.layout.grad_bytes, "gradients", what)

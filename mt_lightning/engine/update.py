@@ -120,7 +120,7 @@ class Updater:
         slot, state_sums = page.state.next_slot, []
         tickets: list[Ticket] = []
         if page.state.nbytes:
-            self._prepare(f"{page.state.key}.{slot}")
+            self._prepare(f"{page.state.key}.{slot}", page.state.nbytes)
         chunks = page.state_layout.chunks
         ahead: Loaded | None = None
         for position, chunk in enumerate(chunks):
@@ -140,7 +140,7 @@ class Updater:
         job.grads.ram = [None] * len(job.grads.ram)
         weight_slot = page.weight.next_slot
         name = f"{page.weight.key}.{weight_slot}"
-        self._prepare(name)
+        self._prepare(name, page.weight.nbytes)
         written = self._io.write(name, [(0, job.entry.frame.memory)])
         for ticket in (*tickets, written):
             ticket.wait()
@@ -278,10 +278,8 @@ class Updater:
             if not all_finite(param) and all_finite(grad):
                 self.checking.nonfinite.add(name)
 
-    def _prepare(self, name: str) -> None:
-        """Make sure that writing `name` changes nobody's mapping."""
-        if self._store.is_mapped(name):
-            self._store.replace(name)
+    def _prepare(self, name: str, nbytes: int) -> None:
+        self._store.prepare_write(name, nbytes)
         self.touched.add(name)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
+
 MAX_PENDING = 2
 """More pending updates than this would only pile up gradients behind the disk."""
 
@@ -38,9 +40,13 @@ class UpdateWorker:
             page is not None and sum(job.page is not None for job in self._pending) >= MAX_PENDING
         ):
             self.retire_oldest()
-        self._pending.append(_Job(self._pool.submit(self._run, run), page, on_retire))
+        job = self._pool.submit(self._run, run, torch.get_num_threads())
+        self._pending.append(_Job(job, page, on_retire))
 
-    def _run(self, run: Callable[[], None]) -> None:
+    def _run(self, run: Callable[[], None], num_threads: int) -> None:
+        # Matrix products give other bits on another number of threads.
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
         if self._error is not None:
             raise self._error
         try:

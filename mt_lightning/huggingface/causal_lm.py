@@ -34,6 +34,25 @@ class CausalLMModule(LightningModule):
     A batch is a mapping with `input_ids` (int64 `[batch, sequence]`) and, if wanted,
     `attention_mask` and `labels`. Without `labels` the inputs are the labels. Logs `train_loss`;
     `val_loss` and `val_perplexity`; `test_loss` and `test_perplexity`.
+
+    Args:
+        model: a module that takes `input_ids` and `labels` and returns `.loss` and `.logits`,
+            or a name or path for `load_model`.
+        learning_rate: of the default AdamW; None means 5e-5.
+        weight_decay: of the default AdamW, for parameters of two or more dimensions; None
+            means 0.01. Norms and biases never decay.
+        betas: of the default AdamW; None means (0.9, 0.999).
+        optimizer: builds another optimizer from parameter groups, as
+            `functools.partial(torch.optim.SGD, lr=0.1)` does. It holds its own settings, so
+            the three above must stay None.
+        warmup_steps: optimizer steps over which the learning rate rises from zero.
+        scheduler: what the learning rate does after the warm-up: "constant", or "cosine" and
+            "linear" to zero at the last step.
+        dtype: dtype of weights loaded by name.
+        cache_dir: where a converted copy is kept; see `cache_directory`.
+
+    Raises:
+        ConfigError: if a setting is out of range or contradicts another.
     """
 
     def __init__(
@@ -49,27 +68,6 @@ class CausalLMModule(LightningModule):
         dtype: torch.dtype | str = torch.float32,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Load the model if it is given by name.
-
-        Args:
-            model: a module that takes `input_ids` and `labels` and returns `.loss` and `.logits`,
-                or a name or path for `load_model`.
-            learning_rate: of the default AdamW; None means 5e-5.
-            weight_decay: of the default AdamW, for parameters of two or more dimensions; None
-                means 0.01. Norms and biases never decay.
-            betas: of the default AdamW; None means (0.9, 0.999).
-            optimizer: builds another optimizer from parameter groups, as
-                `functools.partial(torch.optim.SGD, lr=0.1)` does. It holds its own settings, so
-                the three above must stay None.
-            warmup_steps: optimizer steps over which the learning rate rises from zero.
-            scheduler: what the learning rate does after the warm-up: "constant", or "cosine" and
-                "linear" to zero at the last step.
-            dtype: dtype of weights loaded by name.
-            cache_dir: where a converted copy is kept; see `cache_directory`.
-
-        Raises:
-            ConfigError: if a setting is out of range or contradicts another.
-        """
         super().__init__()
         own_settings = (learning_rate, weight_decay, betas)
         if optimizer is not None and any(value is not None for value in own_settings):
@@ -95,7 +93,8 @@ class CausalLMModule(LightningModule):
         self.model: nn.Module = (
             model
             if isinstance(model, nn.Module)
-            else load_model(model, dtype=dtype, cache_dir=cache_dir)
+            # transformers loads in evaluation mode, and Lightning keeps the mode it finds.
+            else load_model(model, dtype=dtype, cache_dir=cache_dir).train()
         )
         self.val_perplexity = Perplexity(ignore_index=IGNORED_LABEL)
         self.test_perplexity = Perplexity(ignore_index=IGNORED_LABEL)

@@ -35,6 +35,20 @@ class TextDataModule(LightningDataModule):
 
     The text is tokenised once into the cache directory and mapped from there. The last blocks
     are the validation set; the training blocks are shuffled by seed and epoch alone.
+
+    Args:
+        path: a UTF-8 text file, or a folder whose `.txt` files are taken in order of their
+            names; None means the Shakespeare text that comes with the package.
+        tokenizer: a tokenizer, or a name or path for `load_tokenizer`.
+        sequence_length: tokens per block.
+        batch_size: blocks per batch.
+        val_fraction: share of the blocks held out for validation, from 0 to below 1.
+        num_workers: worker processes of the DataLoader.
+        seed: of the order of the training blocks.
+        cache_dir: where token files are kept; see `cache_directory`.
+
+    Raises:
+        ConfigError: if a number is out of range.
     """
 
     def __init__(
@@ -49,22 +63,6 @@ class TextDataModule(LightningDataModule):
         seed: int = 0,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        """Check the settings; nothing is read yet.
-
-        Args:
-            path: a UTF-8 text file, or a folder whose `.txt` files are taken in order of their
-                names; None means the Shakespeare text that comes with the package.
-            tokenizer: a tokenizer, or a name or path for `load_tokenizer`.
-            sequence_length: tokens per block.
-            batch_size: blocks per batch.
-            val_fraction: share of the blocks held out for validation, from 0 to below 1.
-            num_workers: worker processes of the DataLoader.
-            seed: of the order of the training blocks.
-            cache_dir: where token files are kept; see `cache_directory`.
-
-        Raises:
-            ConfigError: if a number is out of range.
-        """
         super().__init__()
         for name, value, minimum in (
             ("sequence_length", sequence_length, 2),
@@ -178,20 +176,19 @@ class TextDataModule(LightningDataModule):
 
 
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Some blocks of a token file, mapped from disk."""
+    """Some blocks of a token file, mapped from disk.
+
+    Args:
+        path: the token file.
+        dtype: dtype of its ids.
+        sequence_length: tokens per block.
+        first: index of the first block.
+        last: index after the last block.
+    """
 
     def __init__(
         self, path: Path, dtype: np.dtype, sequence_length: int, first: int, last: int
     ) -> None:
-        """Map blocks `first` to `last` (exclusive).
-
-        Args:
-            path: the token file.
-            dtype: dtype of its ids.
-            sequence_length: tokens per block.
-            first: index of the first block.
-            last: index after the last block.
-        """
         self._arguments = (path, dtype, sequence_length, first, last)
         tokens = open_token_file(path, dtype)[first * sequence_length : last * sequence_length]
         self._blocks = tokens.reshape(-1, sequence_length)
@@ -213,15 +210,13 @@ class EpochShuffle(Sampler[int]):
     """A random order that depends on seed and epoch only, never on the global RNG.
 
     Lightning calls `set_epoch` before each epoch.
+
+    Args:
+        num_samples: number of samples to order.
+        seed: of the order.
     """
 
     def __init__(self, num_samples: int, seed: int) -> None:
-        """Start at epoch 0.
-
-        Args:
-            num_samples: number of samples to order.
-            seed: of the order.
-        """
         self._num_samples = num_samples
         self._seed = seed
         self._epoch = 0

@@ -18,6 +18,7 @@ from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.arena import Arena, Frame
 from mt_lightning.tiers.io import IOQueue, Ticket
+from mt_lightning.tiers.store import Store
 
 
 class PoolEntry:
@@ -52,17 +53,19 @@ class WeightPool:
         self,
         arena: Arena,
         budget: Budget,
+        store: Store,
         io: IOQueue,
         stats: Stats,
         clock: Clock,
-        retire_oldest: Callable[[], bool],
     ) -> None:
         self._arena = arena
         self._budget = budget
         self._io = io
+        self._store = store
         self._stats = stats
         self._clock = clock
-        self._retire_oldest = retire_oldest
+        self.relieve: Callable[[], bool] = lambda: False
+        """Gives some memory back when all of it is in use; False when nothing can be given."""
         self._entries: OrderedDict[int, PoolEntry] = OrderedDict()
         self._orphans: list[tuple[Frame, Reservation]] = []
 
@@ -94,11 +97,8 @@ class WeightPool:
         if page.index in self._entries:
             self._entries.move_to_end(page.index)
             return True
-        while self._budget.available_bytes < page.layout.nbytes:
-            victim = self._victim()
-            if victim is None:
-                return False
-            self._evict(victim)
+        if not self.can_reserve(page.layout.nbytes):
+            return False
         self._stats.prefetches += 1
         self._load(page)
         return True
@@ -116,7 +116,7 @@ class WeightPool:
                 self._evict(victim)
                 continue
             with self._stats.timing("stall_memory_s", self._clock):
-                if self._retire_oldest():
+                if self.relieve():
                     continue
             self._collect_orphans()
             if self._budget.available_bytes >= nbytes:
@@ -131,6 +131,15 @@ class WeightPool:
                 f"max_ram_gb={self._budget.limit_bytes / 2**30:.3f} GiB are not in use ({used}). "
                 "Raise max_ram_gb, or name smaller units with units=[...]."
             )
+
+    def can_reserve(self, nbytes: int) -> bool:
+        """Drop frames that nobody uses until `nbytes` could be reserved; False where they cannot."""
+        while self._budget.available_bytes < nbytes:
+            victim = self._victim()
+            if victim is None:
+                return False
+            self._evict(victim)
+        return True
 
     def reserve(self, nbytes: int, purpose: str, what: str) -> Reservation:
         """Make room and reserve."""
@@ -153,7 +162,9 @@ class WeightPool:
         entry.wait()
         plane = entry.page.weight
         slot = plane.next_slot
-        ticket = self._io.write(f"{plane.key}.{slot}", [(0, entry.frame.memory)])
+        name = f"{plane.key}.{slot}"
+        self._store.prepare_write(name, plane.nbytes)
+        ticket = self._io.write(name, [(0, entry.frame.memory)])
         ticket.wait()
         plane.advance(slot, [list(ticket.sums)])
         entry.dirty = False

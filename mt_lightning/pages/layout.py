@@ -113,7 +113,7 @@ class PageLayout:
     @property
     def nbytes(self) -> int:
         """Bytes of the weight plane, padded so that O_DIRECT accepts it."""
-        return align_up(max(self.used_bytes, 1))
+        return align_up(self.used_bytes + 1)
 
     @property
     def grad_bytes(self) -> int:

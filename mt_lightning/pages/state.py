@@ -133,10 +133,17 @@ def sliced_state(layout: PageLayout, keys: list[tuple[str, ...]], slice_bytes: i
         segments = tuple(
             _segment(i, spec, start, stop, keys[i], sections)
             for i, spec in enumerate(layout.params)
-            if spec.numel and spec.offset < stop and spec.offset + spec.nbytes > start
+            if _overlaps(spec, start, stop)
         )
         chunks.append(Chunk(index, start, stop, pieces, segments))
     return StateLayout(True, tuple(tensors), tuple(chunks), plane * len(sections))
+
+
+def _overlaps(spec: ParamSpec, start: int, stop: int) -> bool:
+    """Return whether a chunk updates part of a parameter; an empty one belongs to one chunk too."""
+    if not spec.numel:
+        return start <= spec.offset < stop
+    return spec.offset < stop and spec.offset + spec.nbytes > start
 
 
 def _segment(

@@ -46,8 +46,8 @@ def eager_reason(
         return "optimization is manual"
     if num_optimizers != 1:
         return f"there are {num_optimizers} optimizers"
-    if trainer.gradient_clip_val:
-        return "gradients are clipped"
+    if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
+        return "gradients are clipped by their norm"
     if nonfinite != "propagate":
         return f"nonfinite={nonfinite!r} looks at all gradients first"
     for name in _WATCHED:

@@ -113,6 +113,12 @@ class Arena:
             self._live[id(frame)] = frame
             return frame
 
+    def forget(self, frame: Frame) -> None:
+        """Stop counting a frame that somebody still has views of; it goes back when they die."""
+        with self._lock:
+            assert self._live.pop(id(frame), None) is frame, "freed twice, or not from this arena"
+            self._held_bytes -= frame.nbytes
+
     def has_free(self, nbytes: int) -> bool:
         """Tell whether `alloc(nbytes)` would reuse a free frame."""
         return bool(self._free.get(align_up(max(nbytes, 1))))

@@ -128,6 +128,12 @@ class Store(ABC):
         del name
         return False
 
+    def prepare_write(self, name: str, nbytes: int) -> None:
+        """Make sure that `name` exists and that writing to it changes nobody's mapping."""
+        if self.is_mapped(name):
+            self.replace(name)
+        self.create(name, nbytes)
+
     @abstractmethod
     def read_small(self, name: str) -> bytes | None:
         """Return a small record, or None if it was never written."""

@@ -33,6 +33,8 @@ class Session:
     """Makes the strategy of the next trainer; None stands for plain Lightning."""
     outcome: Outcome = field(default_factory=Outcome)
     num_fits: int = 0
+    schedules: set[str] = field(default_factory=set)
+    """How the paged fits updated: eager | deferred."""
 
     def trainer(self, **settings: Any) -> Trainer:
         callbacks = [Recorder(self), *settings.pop("callbacks", [])]
@@ -97,6 +99,9 @@ class Recorder(Callback):
     on_test_end = on_validation_end
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is not None:
+            self.session.schedules.add(engine.plan.schedule)
         save_checkpoint(self.session, trainer, f"fit{self.session.num_fits + 1}/checkpoint")
 
 

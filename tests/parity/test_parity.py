@@ -47,5 +47,4 @@ def check(row: Row, directory: Path) -> None:
         assert paging.total("evictions") > 0, "no page ever left memory"
         assert paging.total("reloads") > 0, "no page ever came back"
     if row.recipe.is_eager is not None:
-        schedules = {strategy.engine.plan.schedule for strategy in paging.strategies}
-        assert schedules == {"eager" if row.recipe.is_eager else "deferred"}
+        assert paging.schedules == {"eager" if row.recipe.is_eager else "deferred"}

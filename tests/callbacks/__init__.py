@@ -1,0 +1,1 @@
+"""The callbacks: records, tables, bar, report."""

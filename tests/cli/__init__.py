@@ -1,0 +1,1 @@
+"""The `megatrain` command and the examples."""

@@ -1,0 +1,1 @@
+"""The Hugging Face room: loss, data, loading."""

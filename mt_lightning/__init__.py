@@ -5,6 +5,9 @@ Importing this package registers `Trainer(strategy="megatrain")`.
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from lightning.pytorch.strategies import StrategyRegistry
 
 from mt_lightning.errors import (
@@ -19,20 +22,43 @@ from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
 from mt_lightning.plugins.precision import MegaTrainPrecision
 from mt_lightning.strategy import MegaTrainStrategy, grad_norm
 
+if TYPE_CHECKING:
+    from mt_lightning.callbacks import PagingMonitor, PagingReport
+    from mt_lightning.huggingface import CausalLMModule, TextDataModule
+
 __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "CausalLMModule",
     "ConfigError",
     "CorruptPageError",
     "MegaTrainError",
     "MegaTrainPrecision",
     "MegaTrainStrategy",
     "PagedCheckpointIO",
+    "PagingMonitor",
+    "PagingReport",
     "StepError",
     "StorageError",
+    "TextDataModule",
     "grad_norm",
 ]
+
+# Imported on first use: transformers takes a second that users of the strategy alone need not wait.
+_LAZY = {
+    "CausalLMModule": "mt_lightning.huggingface",
+    "PagingMonitor": "mt_lightning.callbacks",
+    "PagingReport": "mt_lightning.callbacks",
+    "TextDataModule": "mt_lightning.huggingface",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 # LightningCLI lower-cases a class path that has no arguments and looks it up as a name.
 for _name in (

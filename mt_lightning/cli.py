@@ -51,7 +51,7 @@ examples:
   megatrain train strategy=auto                          plain Lightning, to compare
 
 groups: model (smollm2, tiny, hf), data (shakespeare, text), strategy (megatrain, auto),
-  optimizer (adamw, sgd, adafactor), trainer (default, smoke), callbacks (default, none),
+  optimizer (adamw, sgd, adafactor), trainer (default, smoke), callbacks (default, report, none),
   logger (csv, none), experiment (tiny_sgd)
 
 Any argument of the chosen classes can be set. Hydra's flags work too:

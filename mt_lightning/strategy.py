@@ -334,7 +334,7 @@ def grad_norm(trainer: pl.Trainer) -> float | None:
     strategy = trainer.strategy
     if not isinstance(strategy, MegaTrainStrategy) or strategy.engine is None:
         raise ConfigError("grad_norm(trainer) needs a trainer that runs with strategy='megatrain'.")
-    return strategy.engine.live.run.steps.last_norm
+    return strategy.engine.last_norm
 
 
 def _micro_batches(trainer: pl.Trainer) -> int | None:

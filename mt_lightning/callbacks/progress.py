@@ -25,6 +25,8 @@ _NAMES_AND_FORMATS = {
     "mt/stall_share": ("stall", "{:.0%}"),
 }
 
+_SPEED_PERIOD_S = 300  # steps of several seconds must still give a time left
+
 
 class PagingProgressBar(ProgressBar):
     """One line per phase: optimizer steps, time left, and the metrics of `PagingMonitor`.
@@ -187,6 +189,7 @@ class PagingProgressBar(ProgressBar):
                 TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 TextColumn("{task.fields[metrics]}"),
                 console=self._console,
+                speed_estimate_period=_SPEED_PERIOD_S,
             )
             self._progress.start()
         return self._progress.add_task(name, total=total, completed=completed, metrics="")

@@ -153,7 +153,7 @@ def _report_text(cost: RunCost) -> str:
         "|---|---:|---|",
         f"| peak memory of paging | {format_bytes(cost.paging_peak_bytes)} "
         f"| limit {format_bytes(plan.ram_limit_bytes)} |",
-        f"| peak memory of the process | {format_bytes(cost.process_peak_bytes)} | |",
+        f"| peak memory of the process | {format_bytes(cost.process_peak_bytes)}  | |",
         f"| read per step | {format_bytes(cost.read_bytes_per_step)} "
         f"| expected {format_bytes(cost.expected_read_bytes)} |",
         f"| written per step | {format_bytes(cost.written_bytes_per_step)} "

@@ -49,6 +49,7 @@ def cost_table(cost: RunCost) -> Table:
     table.add_column("what")
     table.add_column("measured", justify="right", no_wrap=True)
     table.add_column("against")
+    beside = cost.process_peak_bytes - cost.paging_peak_bytes
     parts = (plan.weight_bytes, plan.grad_bytes, plan.state_bytes)
     table.add_row(
         "weights, gradients, state", format_bytes(sum(parts)), " + ".join(map(format_bytes, parts))
@@ -61,7 +62,7 @@ def cost_table(cost: RunCost) -> Table:
     table.add_row(
         "peak memory of the process",
         format_bytes(cost.process_peak_bytes),
-        "with libraries and activations",
+        f"{format_bytes(beside)} beside paging",
         end_section=True,
     )
     for name, measured, expected in (

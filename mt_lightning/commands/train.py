@@ -6,6 +6,7 @@ import logging
 import signal
 import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,12 +57,11 @@ def train(settings: DictConfig, console: Console) -> float:
     before = _measure(trainer, module, data)
     _show_samples(console, f"Before: perplexity {before:.2f}", module, data.tokenizer, samples)
     try:
-        trainer.fit(module, datamodule=data)
-    except SystemExit as exit_request:
-        if not trainer.interrupted:
-            raise
+        with _ctrl_c_raises(trainer):
+            trainer.fit(module, datamodule=data)
+    except KeyboardInterrupt:
         _after_interrupt(console, settings, trainer, module, data, output_dir)
-        raise KeyboardInterrupt from exit_request
+        raise
     after = _measure(trainer, module, data)
     title = f"After {trainer.global_step} steps: perplexity {after:.2f} (was {before:.2f})"
     _show_samples(console, title, module, data.tokenizer, samples)
@@ -110,7 +110,7 @@ def generate(
     prompt: str,
     max_new_tokens: int,
 ) -> str:
-    """Continue a prompt by sampling; the same weights give the same text.
+    """Continue a prompt by sampling; the same weights give the same continuation.
 
     The state of the global RNG is left as it was.
 
@@ -134,13 +134,27 @@ def generate(
             pad_token_id=tokenizer.pad_token_id,
         )
     model.train(was_training)
-    return str(tokenizer.decode(output[0], skip_special_tokens=True))
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    return str(tokenizer.decode(output[0][num_prompt_tokens:], skip_special_tokens=True))
+
+
+@contextmanager
+def _ctrl_c_raises(trainer: Trainer) -> Iterator[None]:
+    try:
+        yield
+    except SystemExit as exit_request:
+        if not trainer.interrupted:
+            raise
+        # Lightning exits with 1 and leaves the signal ignored: a second Ctrl-C could not stop us.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        raise KeyboardInterrupt from exit_request
 
 
 def _measure(trainer: Trainer, module: CausalLMModule, data: TextDataModule) -> float:
     if data.val_fraction == 0:
         return float("nan")
-    metrics = trainer.validate(module, datamodule=data, verbose=False)
+    with _ctrl_c_raises(trainer):
+        metrics = trainer.validate(module, datamodule=data, verbose=False)
     return metrics[0]["val_perplexity"]
 
 
@@ -171,13 +185,12 @@ def _show_samples(
     tokenizer: PreTrainedTokenizerBase,
     samples: DictConfig,
 ) -> None:
-    texts = [
-        Text(_printable(generate(module.model, tokenizer, prompt, samples.max_new_tokens)))
-        for prompt in samples.prompts
-    ]
-    spaced = [part for text in texts for part in (text, Text())][:-1]
+    texts: list[Text] = []
+    for prompt in samples.prompts:
+        written = generate(module.model, tokenizer, prompt, samples.max_new_tokens)
+        texts += [Text(prompt, style="dim").append(_printable(written), style="not dim"), Text()]
     panel = Panel(
-        Group(*spaced) if spaced else Text("no samples.prompts"),
+        Group(*texts[:-1]) if texts else Text("no samples.prompts"),
         title=title,
         title_align="left",
     )
@@ -186,7 +199,7 @@ def _show_samples(
 
 def _printable(text: str) -> str:
     # A model with random weights writes control characters too.
-    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text).strip()
+    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text).rstrip()
 
 
 def _save(
@@ -207,8 +220,6 @@ def _after_interrupt(
     data: TextDataModule,
     output_dir: Path,
 ) -> None:
-    # Lightning leaves the signal ignored; a second Ctrl-C must be able to stop the saving.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     console.print(f"Stopped after {trainer.global_step} steps.", highlight=False)
     engine = paging_engine(trainer)
     if engine is not None and engine.plan is not None:

@@ -43,6 +43,7 @@ class Attached:
         self._read_ahead = read_ahead
         self._editing: Counter[int] = Counter()
         self._in_backward = False
+        self._lingering: list[Unit] = []
 
     # -- forward and backward ---------------------------------------------------------------------
     def enter(self, unit: Unit, *, backward: bool) -> None:
@@ -58,6 +59,7 @@ class Attached:
         ):
             if backward:
                 self._begin_backward()
+                self._end_lingering()
                 run.steps.submit_ready()
             order.observe(unit.index)
             pages = [table[index] for index in unit.pages]
@@ -79,8 +81,18 @@ class Attached:
                     run.steps.ahead_of_use(table[index])
                     run.pool.prefetch(table[index])
 
-    def leave(self, unit: Unit) -> None:
-        """Let go of a unit's pages."""
+    def leave(self, unit: Unit, *, backward: bool) -> None:
+        """Let go of a unit's pages.
+
+        After a replay they stay bound until the next unit enters: a checkpoint inside the unit (as
+        transformers' layers have) replays its part only after ours has returned.
+        """
+        if backward:
+            self._lingering.append(unit)
+        else:
+            self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
         run = self.run
         for index in unit.pages:
             page = run.build.table[index]
@@ -88,6 +100,10 @@ class Attached:
             entry = run.pool.entry(page)
             assert entry is not None
             run.pool.release(entry)
+
+    def _end_lingering(self) -> None:
+        while self._lingering:
+            self._let_go(self._lingering.pop())
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -97,6 +113,7 @@ class Attached:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._end_lingering()
         for page in self.run.gradients.unfinished():
             self._complete(page)
         self.run.steps.submit_ready()

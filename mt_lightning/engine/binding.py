@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.placeholder import placeholder
@@ -17,11 +18,17 @@ class Binder:
     Whatever saved a view of a bound weight (autograd, the user) keeps the frame's storage alive
     after the parameter has let go. A frame is free for reuse only when no such view is left, which
     the storage's use count tells; nothing has to be announced by anyone.
+
+    [Note: stand-ins for frozen parameters]
+    Autograd saves a parameter that needs no gradient as the very object, not as a view of it: once
+    that object holds a placeholder, so does what was saved. While bound, such a parameter is
+    therefore replaced in its modules by a fresh one that shows the frame and is left alone later.
     """
 
-    def __init__(self, build: Build, link: Link) -> None:
+    def __init__(self, root: nn.Module, build: Build, link: Link) -> None:
         self._table = build.table
         self._members = build.members
+        self._owners = _owners(root)
         self._link = link
         self._blanks = [
             [placeholder(s.shape, s.dtype, torch.device("cpu")) for s in page.layout.params]
@@ -44,8 +51,18 @@ class Binder:
         self._depth[page.index] += 1
         self.used.add(page.index)
         self.show(page, self._planes[page.index])
+        self._stand_in(page)
         if self._planes[page.index] is not plane and not self._link.unified:
             self._leaving.append(plane)
+
+    def _stand_in(self, page: Page) -> None:
+        for param in self._members[page.index].params:
+            if not param.requires_grad:
+                self._install(param, nn.Parameter(param.data, requires_grad=False))
+
+    def _install(self, param: nn.Parameter, shown: nn.Parameter) -> None:
+        for module, name in self._owners.get(id(param), ()):
+            module._parameters[name] = shown
 
     def settle(self, page: Page, plane: torch.Tensor) -> None:
         """Bind a page that stays in host memory until `reset`."""
@@ -64,6 +81,9 @@ class Binder:
         if self._depth[page.index]:
             return
         plane = self._planes.pop(page.index)
+        for param in self._members[page.index].params:
+            if not param.requires_grad:
+                self._install(param, param)
         self.blank(page)
         if not self._link.unified:
             self._leaving.append(plane)
@@ -102,3 +122,12 @@ class Binder:
             else:
                 self._link.retire(plane)
         self._leaving = waiting
+
+
+def _owners(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
+    for module in root.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                owners.setdefault(id(param), []).append((module, name))
+    return owners

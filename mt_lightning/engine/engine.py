@@ -83,6 +83,7 @@ class Engine:
         self._facades: list[OptimizerFacade] = []
         self._handles: list[RemovableHandle] = []
         self._unborn: dict[int, tuple[int, ...]] = {}
+        self._last_norm: float | None = None
 
     @property
     def live(self) -> Attached:
@@ -105,6 +106,11 @@ class Engine:
             stats.ram_used_bytes = budget.used_bytes
             stats.ram_peak_bytes = max(stats.ram_peak_bytes, budget.peak_bytes)
         return stats
+
+    @property
+    def last_norm(self) -> float | None:
+        """Gradient norm before clipping of the last step clipped by norm, None without one."""
+        return self._live.run.steps.last_norm if self._live is not None else self._last_norm
 
     def expected_bytes_per_step(self) -> tuple[int, int]:
         """Return the bytes that a step over all units reads and writes, by the plan."""
@@ -183,6 +189,7 @@ class Engine:
             self._committer = Committer(build.table, self.machine.io, self.machine.log, self._stats)
             self._committer.step = step
         run = runtime.start(
+            self.root,
             build,
             plan,
             self.machine,
@@ -251,6 +258,7 @@ class Engine:
             failed: Whether training ended in an error, which is then the one to be raised.
         """
         live, run = self.live, self.live.run
+        self._last_norm = run.steps.last_norm
         for handle in self._handles:
             handle.remove()
         for part in (*self._executors, *self._facades):

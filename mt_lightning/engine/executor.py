@@ -33,8 +33,8 @@ class Host(Protocol):
     def enter(self, unit: Unit, *, backward: bool) -> None:
         """Bind the unit's pages."""
 
-    def leave(self, unit: Unit) -> None:
-        """Release them."""
+    def leave(self, unit: Unit, *, backward: bool) -> None:
+        """Release them; after a replay they may stay bound until the next unit enters."""
 
 
 class Executor:
@@ -72,7 +72,7 @@ class Executor:
                 return self._forward(*args, **kwargs)
             finally:
                 torch.set_autocast_cache_enabled(cache)
-                self._host.leave(self._unit)
+                self._host.leave(self._unit, backward=False)
         execution = _Execution(self._host, self._unit, self._modules, self._forward, args, kwargs)
         return checkpoint(
             execution,
@@ -143,7 +143,7 @@ class _Bound:
         run = self._execution
         self.end(run)
         torch.set_autocast_cache_enabled(self._cache.pop())
-        run.host.leave(run.unit)
+        run.host.leave(run.unit, backward=self.backward)
 
     def begin(self, run: _Execution) -> None:
         raise NotImplementedError

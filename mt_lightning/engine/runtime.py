@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from mt_lightning.engine.binding import Binder
 from mt_lightning.engine.build import Build
@@ -57,6 +58,7 @@ class Runtime:
 
 
 def start(
+    root: nn.Module,
     build: Build,
     plan: Plan,
     machine: Machine,
@@ -71,7 +73,7 @@ def start(
     budget = Budget(plan.ram_limit_bytes)
     worker = UpdateWorker()
     pool = WeightPool(machine.arena, budget, machine.store, machine.io, stats, machine.clock)
-    binder = Binder(build, machine.link)
+    binder = Binder(root, build, machine.link)
     resident = set(build.resident)
     gradients = Gradients(build.table, pool, machine.link, resident)
     held: list[tuple[Frame, Reservation]] = []

@@ -81,9 +81,8 @@ class CausalLMModule(LightningModule):
             )
         if warmup_steps < 0:
             raise ConfigError(f"warmup_steps={warmup_steps} is negative; set it to 0 or more.")
-        self.save_hyperparameters(
-            "warmup_steps", "scheduler", *(["model"] if isinstance(model, str) else [])
-        )
+        saved = ["learning_rate", "weight_decay", "betas", "warmup_steps", "scheduler"]
+        self.save_hyperparameters(*saved, *(["model"] if isinstance(model, str) else []))
         self.learning_rate = _DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate
         self.weight_decay = _DEFAULT_WEIGHT_DECAY if weight_decay is None else weight_decay
         self.betas = _DEFAULT_BETAS if betas is None else tuple(betas)

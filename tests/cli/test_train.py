@@ -181,3 +181,16 @@ def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -
         cli.main([command, "--help"])
     assert exit_request.value.code == 0
     assert "megatrain train data.path=my.txt" in capsys.readouterr().out
+
+
+def test_ctrl_c_before_the_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def press(self: Callback, *args: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(CtrlC, "on_validation_start", press, raising=False)
+    assert cli.main(["train", *TINY, f"+callbacks.stop._target_={__name__}.CtrlC"]) == 130
+    captured = capsys.readouterr()
+    assert captured.err.endswith("megatrain: interrupted\n")
+    assert "Before" not in captured.out

@@ -52,7 +52,7 @@ def test_every_group_is_here() -> None:
         "strategy": ["auto", "megatrain"],
         "optimizer": ["adafactor", "adamw", "sgd"],
         "trainer": ["default", "smoke"],
-        "callbacks": ["default", "none"],
+        "callbacks": ["default", "none", "report"],
         "logger": ["csv", "none"],
         "experiment": ["tiny_sgd"],
     }
@@ -96,7 +96,7 @@ def test_parts_can_be_built(optimizer: str, strategy: str, tmp_path: Path) -> No
     assert type(module.configure_optimizers()).__name__.lower() == optimizer
     trainer = build_trainer(run)
     assert isinstance(trainer.strategy, MegaTrainStrategy) == (strategy == "megatrain")
-    assert trainer.max_steps == 60
+    assert trainer.max_steps == 40
     assert any(isinstance(callback, PagingMonitor) for callback in trainer.callbacks)  # pyright: ignore
 
 
@@ -109,7 +109,7 @@ def test_names_and_switches_are_themselves(tmp_path: Path) -> None:
 
 def test_an_experiment_overrides() -> None:
     run = compose_run("experiment=tiny_sgd")
-    assert (run.tokenizer, run.data.batch_size, run.trainer.max_steps) == ("bytes", 4, 40)
+    assert (run.tokenizer, run.data.batch_size, run.trainer.max_steps) == ("bytes", 4, 100)
     assert run.optimizer._target_ == "torch.optim.SGD"
     assert compose_run("experiment=tiny_sgd", "trainer.max_steps=7").trainer.max_steps == 7
 

@@ -96,6 +96,41 @@ def test_validate_fit_validate_test(tiny_llama: MakeLlama, data: TextDataModule)
     assert trainer.lr_scheduler_configs[0].scheduler.get_last_lr() == [0.0, 0.0]
 
 
+def test_megatrain_changes_no_bit(
+    tiny_llama: MakeLlama, data: TextDataModule, tmp_path: Path
+) -> None:
+    results = []
+    for strategy in ("auto", "megatrain"):
+        module = CausalLMModule(tiny_llama(), warmup_steps=2, scheduler="linear")
+        trainer = make_trainer(
+            strategy=strategy, gradient_clip_val=1.0, max_steps=6, default_root_dir=tmp_path
+        )
+        trainer.fit(module, datamodule=data)
+        (metrics,) = trainer.validate(module, datamodule=data, verbose=False)
+        prompt = data.tokenizer("the quick", return_tensors="pt", return_token_type_ids=False)
+        written = module.model.generate(**prompt, max_new_tokens=8, do_sample=False)  # pyright: ignore
+        weights = {name: p.detach().clone() for name, p in module.model.named_parameters()}
+        results.append((metrics, written.tolist(), weights))
+    (plain, plain_text, plain_weights), (paged, paged_text, paged_weights) = results
+    assert paged == plain
+    assert paged_text == plain_text
+    assert all(torch.equal(paged_weights[name], plain_weights[name]) for name in plain_weights)
+
+
+def test_a_checkpoint_restores_the_module(tiny_llama: MakeLlama, tmp_path: Path) -> None:
+    tiny_llama().save_pretrained(tmp_path / "model")
+    module = CausalLMModule(str(tmp_path / "model"), learning_rate=0.5, scheduler="linear")
+    assert module.model.training
+    with torch.no_grad():
+        next(module.parameters()).fill_(3.0)
+    trainer = make_trainer(max_steps=0)
+    trainer.strategy.connect(module)
+    trainer.save_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    loaded = CausalLMModule.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
+    assert (loaded.learning_rate, loaded.scheduler) == (0.5, "linear")
+    assert torch.equal(next(loaded.parameters()), next(module.parameters()))
+
+
 def test_only_matrices_decay(tiny_llama: MakeLlama) -> None:
     module = CausalLMModule(tiny_llama(), weight_decay=0.3, learning_rate=0.2, betas=(0.5, 0.6))
     optimizer = module.configure_optimizers()

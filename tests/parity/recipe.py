@@ -17,7 +17,8 @@ class Recipe:
     optimizer: str = "adamw"
     """A name of ``optimizers.OPTIMIZERS``."""
     groups: str = "one"
-    """one | no_decay (two parameter groups) | frozen_base (the first layers do not train)."""
+    """one | no_decay (two parameter groups) | frozen_base (the first layers do not train) |
+    frozen_between (every second parameter does not: gradients pass through frozen ones)."""
     clip: str = "none"
     """none | norm | value."""
     accumulate: str = "1"

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from . import zoo
@@ -46,6 +47,34 @@ class CallCounter(nn.Module):
         if self.training:
             self.calls += 1
         return self.inner(hidden) * (1.0 + 0.01 * self.table[self.calls % 5])
+
+
+class CheckpointedLinear(nn.Module):
+    """A linear map whose user recomputes it in backward."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return checkpoint(self.inner, hidden, use_reentrant=False)
+
+
+class CheckpointedLayer(nn.Module):
+    """A layer whose user recomputes it in backward."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.layer, hidden, *args, use_reentrant=False, **kwargs)
 
 
 class Gate(nn.Module):
@@ -106,6 +135,14 @@ def with_block_called_twice(name: str, network: nn.Module) -> None:
     for key in ("num_hidden_layers", "n_layer"):
         if getattr(config, key, None) == num_layers:
             setattr(config, key, num_layers + 1)
+
+
+def with_checkpoints(name: str, network: nn.Module) -> None:
+    """Let user code checkpoint a part of each layer, and the whole last layer."""
+    layers = zoo.layers_of(name, network)
+    for layer in layers:
+        _wrap_first_linear(layer, CheckpointedLinear)
+    layers[len(layers) - 1] = CheckpointedLayer(layers[len(layers) - 1])
 
 
 def with_gate(name: str, network: nn.Module) -> None:

@@ -18,6 +18,7 @@ _CHANGES = {
     "non_contiguous": structures.with_non_contiguous,
     "int_buffer": structures.with_int_buffer,
     "called_twice": structures.with_block_called_twice,
+    "checkpointed": structures.with_checkpoints,
     "unused_even": structures.with_gate,
     "data_branch": structures.with_gate,
 }
@@ -28,7 +29,8 @@ class Subject(LightningModule):
 
     ``recipe.structure`` is one of: usual | tied | odd_sizes | non_contiguous | int_buffer |
     called_twice | unused_even (a layer rests on even steps) | data_branch (a layer rests by the
-    data) | no_grad_forward | hf_checkpointing | resized (token embeddings).
+    data) | no_grad_forward | hf_checkpointing | checkpointed (by user code, within and around
+    layers) | resized (token embeddings).
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -48,6 +50,9 @@ class Subject(LightningModule):
         if recipe.groups == "frozen_base":
             params = list(network.parameters())
             for parameter in params[: int(len(params) * 0.6)]:
+                parameter.requires_grad_(False)
+        elif recipe.groups == "frozen_between":
+            for parameter in list(network.parameters())[1::2]:
                 parameter.requires_grad_(False)
 
     # --- steps -----------------------------------------------------------------------------------

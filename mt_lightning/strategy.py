@@ -67,6 +67,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     strategy_name = "megatrain"
     parallel_devices: list[torch.device] | None = None
+    num_nodes = 1
+    """Lightning tells a strategy the number of nodes only where it finds this attribute."""
 
     def __init__(
         self,
@@ -140,7 +142,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @property
     @override
     def checkpoint_io(self) -> CheckpointIO:
-        """The CheckpointIO plugin; made on first use, so that `Trainer(plugins=...)` can set one."""
+        """The CheckpointIO plugin; made on first use so that `Trainer(plugins=...)` can set one."""
         if self._checkpoint_io is None:
             self._checkpoint_io = PagedCheckpointIO()
         return self._checkpoint_io

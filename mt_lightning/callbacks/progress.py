@@ -20,7 +20,7 @@ from rich.progress import (
 
 _NAMES_AND_FORMATS = {
     "train_loss": ("loss", "{:.3f}"),
-    "mt/tokens_per_s": ("tokens/s", "{:.0f}"),
+    "mt/tokens_per_s": ("tok/s", "{:.0f}"),
     "mt/ram_gib": ("RAM", "{:.2f} GiB"),
     "mt/stall_share": ("stall", "{:.0%}"),
 }
@@ -64,7 +64,7 @@ class PagingProgressBar(ProgressBar):
     def get_metrics(
         self, trainer: Trainer, pl_module: LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
-        """Return the metrics of the bar: loss, tokens/s, RAM, stall, then the others."""
+        """Return the metrics of the bar: loss, tok/s, RAM, stall, then the others."""
         metrics = super().get_metrics(trainer, pl_module)
         metrics.pop("v_num", None)
         shown = {
@@ -185,7 +185,7 @@ class PagingProgressBar(ProgressBar):
             self._progress = Progress(
                 TextColumn("{task.description}"),
                 MofNCompleteColumn(),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=10),
                 TimeRemainingColumn(compact=True, elapsed_when_finished=True),
                 TextColumn("{task.fields[metrics]}"),
                 console=self._console,

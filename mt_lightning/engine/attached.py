@@ -44,10 +44,12 @@ class Attached:
         self._editing: Counter[int] = Counter()
         self._in_backward = False
         self._lingering: list[Unit] = []
+        self._whole: list[Page] = []
 
     # -- forward and backward ---------------------------------------------------------------------
     def enter(self, unit: Unit, *, backward: bool) -> None:
         """Bring a unit's pages up to date and bind them; called by executors."""
+        self._end_dead_backward()
         run, table = self.run, self.run.build.table
         order = run.orders[backward or torch.is_grad_enabled()]
         phase = "rebind" if backward else "bind"
@@ -60,6 +62,7 @@ class Attached:
             if backward:
                 self._begin_backward()
                 self._end_lingering()
+                self._complete(self._whole)
                 run.steps.submit_ready()
             order.observe(unit.index)
             pages = [table[index] for index in unit.pages]
@@ -76,10 +79,23 @@ class Attached:
             uploads = [run.binder.upload(entry.frame.tensor) for entry in entries]
             for page, upload in zip(pages, uploads, strict=True):
                 run.binder.bind(page, self._machine.link.wait(upload))
-            for ahead in order.predict(self._read_ahead):
-                for index in run.build.units[ahead].pages:
-                    run.steps.ahead_of_use(table[index])
-                    run.pool.prefetch(table[index])
+            units = [run.build.units[ahead] for ahead in order.predict(self._read_ahead)]
+            self._prepare([table[index] for unit in units for index in unit.pages])
+
+    def _prepare(self, upcoming: list[Page]) -> None:
+        """Begin to read and to update pages, nearest first.
+
+        What comes sooner never makes room for what comes later: it would be read twice.
+        """
+        run, kept = self.run, []
+        for page in upcoming:
+            run.steps.ahead_of_use(page)
+            entry = run.pool.prefetch(page)
+            if entry is None:
+                break
+            kept.append(entry)
+        for entry in kept:
+            run.pool.release(entry)
 
     def leave(self, unit: Unit, *, backward: bool) -> None:
         """Let go of a unit's pages.
@@ -105,6 +121,14 @@ class Attached:
         while self._lingering:
             self._let_go(self._lingering.pop())
 
+    def _end_dead_backward(self) -> None:
+        """Notice a backward that raised, whose end autograd never announces.
+
+        What had arrived counts, as it would stand in `p.grad`.
+        """
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            self._end_backward()
+
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
@@ -114,8 +138,7 @@ class Attached:
     def _end_backward(self) -> None:
         self._in_backward = False
         self._end_lingering()
-        for page in self.run.gradients.unfinished():
-            self._complete(page)
+        self._complete(self.run.gradients.unfinished())
         self.run.steps.submit_ready()
 
     def on_grad(self, page: Page, param: int, parameter: nn.Parameter) -> None:
@@ -138,12 +161,17 @@ class Attached:
         if page.layout.optimizer is None:
             return
         if run.gradients.arrive(page, param, grad):
-            self._complete(page)
+            self._whole.append(page)
 
-    def _complete(self, page: Page) -> None:
-        run = self.run
-        run.gradients.complete(page)
-        run.steps.on_complete(page)
+    def _complete(self, pages: list[Page]) -> None:
+        """Take in the gradients of pages that have them all.
+
+        Not in the hook: there autograd still holds the last one, and it would have to be copied.
+        """
+        for page in pages:
+            self.run.gradients.complete(page)
+            self.run.steps.on_complete(page)
+        self._whole.clear()
 
     def check_loss(self, loss: torch.Tensor) -> None:
         """Raise when the first loss is not finite and units of some parameters never ran."""
@@ -174,6 +202,7 @@ class Attached:
 
     def step(self, optimizer: int) -> bool:
         """Apply the gradients of one optimizer; False when the step was skipped."""
+        self._end_dead_backward()
         run = self.run
         if self._stats.steps:
             self._report_first_step()
@@ -185,6 +214,7 @@ class Attached:
 
     def zero_grad(self, optimizer: int) -> None:
         """Drop the gradients of one optimizer."""
+        self._end_dead_backward()
         self.run.steps.zero_grad(optimizer)
 
     def clip_norm(self, optimizer: int, max_norm: float) -> torch.Tensor:

@@ -11,12 +11,16 @@ from mt_lightning.engine.placeholder import placeholder
 from mt_lightning.errors import ConfigError
 from mt_lightning.pages.layout import memory_order
 
+_UNBORN = "_megatrain_unborn"
+"""Attribute of a parameter that holds no values yet: the strides it shall have."""
+
 
 def replace_meta(root: nn.Module) -> dict[int, tuple[int, ...]]:
     """Give every meta parameter of `root` a placeholder on the CPU; tied ones stay tied.
 
     Returns:
-        By `id` of each new parameter, which still has to be born, the strides it shall have.
+        By `id` of each parameter that still has to be born, also from an earlier call, the strides
+        it shall have.
 
     Raises:
         ConfigError: A module with meta parameters has no way to initialise them.
@@ -39,9 +43,18 @@ def replace_meta(root: nn.Module) -> dict[int, tuple[int, ...]]:
                 twin = nn.Parameter(blank, requires_grad=param.requires_grad)
                 vars(twin).update(vars(param))
                 made[id(param)] = twin
-                orders[id(twin)] = memory_order(param)
+                setattr(twin, _UNBORN, memory_order(param))
             module._parameters[name] = made[id(param)]
+    for param in root.parameters():
+        if _UNBORN in vars(param):
+            orders[id(param)] = vars(param)[_UNBORN]
     return orders
+
+
+def mark_born(root: nn.Module) -> None:
+    """Note that every parameter of `root` has its values now."""
+    for param in root.parameters():
+        vars(param).pop(_UNBORN, None)
 
 
 def initializer(root: nn.Module, path: str, module: nn.Module) -> Callable[[], object] | None:

@@ -209,6 +209,7 @@ class Engine:
             if self._unborn:
                 give_birth(self.root, run, build, self._unborn)
                 self._unborn.clear()
+                birth.mark_born(self.root)
             run.writer.flush()
             for index, facade in enumerate(self._facades):
                 if state := facade.take():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import os
+import re
 import shutil
 import sys
 import time
@@ -14,10 +17,11 @@ from pathlib import Path
 import psutil
 
 from mt_lightning.engine.options import OnExisting
-from mt_lightning.errors import BudgetError, ConfigError
+from mt_lightning.errors import BudgetError, ConfigError, StorageError
 from mt_lightning.tiers.arena import Arena
 from mt_lightning.tiers.commit import CommitLog
 from mt_lightning.tiers.filesystem import free_bytes, is_memory, kind
+from mt_lightning.tiers.heap import return_freed_memory
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.link import HostLink, Link
 from mt_lightning.tiers.lock import DirectoryLock
@@ -29,6 +33,7 @@ GIB = 1 << 30
 _RAM_SHARE = 0.8
 _DISK_MARGIN_BYTES = 1 << 30
 _RECORDS = ("commit.0", "commit.1")
+_PAGE_FILE = re.compile(r"p\d+\.(weight|state|grad)\.\d(\.new)?")
 
 
 @dataclass
@@ -85,9 +90,10 @@ def open_machine(
             f"{sys.platform}. "
             "Run it on Linux, in WSL 2 or in a container, or use strategy='auto'."
         )
-    paths = [Path(directory).expanduser() for directory in directories]
-    if len({os.path.realpath(path) for path in paths}) != len(paths):
+    paths = [_path(directory) for directory in directories]
+    if len(set(paths)) != len(paths):
         raise ConfigError(f"offload_dir={list(directories)}: a directory is named twice.")
+    return_freed_memory()
     fresh = [path for path in paths if not path.exists()]
     locks: list[DirectoryLock] = []
     try:
@@ -128,6 +134,13 @@ def open_machine(
     )
 
 
+def _path(directory: str) -> Path:
+    try:
+        return Path(os.path.realpath(Path(directory).expanduser()))
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"offload_dir={directory!r} is not a path: {error}") from error
+
+
 def _check_writable(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -143,15 +156,19 @@ def _check_writable(path: Path) -> None:
 
 
 def _check_existing(paths: list[Path], on_existing: OnExisting) -> None:
-    latest = CommitLog(paths).latest()
-    foreign = [
-        path for path in paths if (path / "pages").is_dir() and any((path / "pages").iterdir())
-    ]
-    if (latest is None and not foreign) or on_existing == "overwrite":
+    found = [file for path in paths for file in sorted(path.glob("pages/*"))]
+    for file in found:
+        if not _PAGE_FILE.fullmatch(file.name):
+            raise ConfigError(
+                f"offload_dir={str(file.parents[1])!r}: {file} is no page of a run, and nothing "
+                "but pages may be in that folder. Give another offload_dir."
+            )
+    if on_existing == "overwrite":
         return
-    what = (
-        f"a run committed at step {latest.step}" if latest is not None else "pages of another run"
-    )
+    records = [record for path in paths if (record := CommitLog([path]).latest())]
+    if not records and not found:
+        return
+    what = f"a run committed at step {records[0].step}" if records else "pages of another run"
     where = ", ".join(str(path) for path in paths)
     raise ConfigError(
         f"offload_dir={where} holds {what}. Set on_existing='overwrite' to discard it, give "
@@ -168,8 +185,10 @@ def _remove_run(path: Path) -> None:
 
 def remove_directories(directories: Sequence[str]) -> None:
     """Delete the directories of a run that nobody asked to keep."""
-    for directory in directories:
+    for directory in map(Path, directories):
         shutil.rmtree(directory, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            directory.parent.rmdir()  # only succeeds when no other run lies beside it
 
 
 def ram_limit_bytes(max_ram_gb: float | None) -> int:
@@ -182,22 +201,32 @@ def ram_limit_bytes(max_ram_gb: float | None) -> int:
 
 
 def cgroup_free_bytes() -> int | None:
-    """Return what this process's memory cgroup leaves free, None where there is no limit."""
-    for limit, usage in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            text = Path(limit).read_text().strip()
-            if text == "max" or int(text) >= 1 << 60:
-                return None
-            return max(0, int(text) - int(Path(usage).read_text()))
-        except (OSError, ValueError):
+    """Return what this process's memory cgroups leave free, None where none sets a limit."""
+    free = []
+    for line in _read(Path("/proc/self/cgroup")).splitlines():
+        _, controllers, group = line.split(":", 2)
+        if controllers not in ("", "memory"):
             continue
-    return None
+        root = Path("/sys/fs/cgroup") / controllers
+        limit, usage = ("memory.max", "memory.current")
+        if controllers:
+            limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        inner = root / group.strip("/")
+        for place in (inner, *inner.parents):
+            most, used = _read(place / limit).strip(), _read(place / usage).strip()
+            if most.isdigit() and used.isdigit() and int(most) < 1 << 60:
+                free.append(max(0, int(most) - int(used)))
+            if place == root:
+                break
+    return min(free, default=None)
+
+
+def _read(path: Path) -> str:
+    """Return a file of the kernel's, empty where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def check_disk(
@@ -218,7 +247,14 @@ def check_disk(
         )
     devices: dict[int, str] = {}
     for directory in machine.directories:
-        devices.setdefault(os.stat(directory).st_dev, directory)
+        try:
+            devices.setdefault(os.stat(directory).st_dev, directory)
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"offload_dir is gone: {error.strerror}. Make a new Trainer and strategy",
+                directory,
+            ) from error
     free = sum(max(0, free_bytes(d) - _DISK_MARGIN_BYTES) for d in devices.values())
     free += sum(old.values())
     if needed_bytes > free:
@@ -231,10 +267,10 @@ def check_disk(
 
 
 def _disk_error(needed_bytes: int, limit: str, remedy: str) -> BudgetError:
+    smallest_gb = math.ceil(needed_bytes / GIB * 1e6) / 1e6
     error = BudgetError(
-        f"the run needs {needed_bytes / GIB:.3f} GiB on disk (two slots of every page), but "
-        f"{limit}. "
+        f"the run needs {smallest_gb:.6f} GiB on disk (two slots of every page), but {limit}. "
         f"{remedy}."
     )
-    error.smallest_gb = needed_bytes / GIB
+    error.smallest_gb = smallest_gb
     return error

@@ -68,10 +68,13 @@ class Options:
         _later("recompute", self.recompute, ("auto", True))
         _later("durability", self.durability, ("auto", "step"))
         _later("on_existing", self.on_existing, ("error", "overwrite"))
-        if isinstance(self.units, str):
-            object.__setattr__(self, "units", (self.units,))
-        elif self.units is not None:
-            object.__setattr__(self, "units", tuple(self.units))
+        if self.offload_dir is not None:
+            _names(
+                "offload_dir", self.offload_dir, (str, os.PathLike), "a directory, a list of them"
+            )
+        if self.units is not None:
+            names = _names("units", self.units, (str,), "a class name in quotes, a list of them")
+            object.__setattr__(self, "units", names)
 
     @property
     def directories(self) -> list[str] | None:
@@ -81,9 +84,15 @@ class Options:
             return None
         if isinstance(given, (str, os.PathLike)):
             return [os.fspath(given)]
-        if not given:
-            raise ConfigError("offload_dir=[]: give at least one directory, or None.")
         return [os.fspath(item) for item in given]
+
+
+def _names(name: str, value: Any, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
+    items = (value,) if isinstance(value, kinds) else value
+    good = isinstance(items, Sequence) and not isinstance(items, (str, bytes))
+    if not good or not items or not all(isinstance(i, kinds) and os.fspath(i) for i in items):
+        raise ConfigError(f"{name}={value!r}: give {what}, or None.")
+    return tuple(items)
 
 
 def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:

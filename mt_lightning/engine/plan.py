@@ -70,20 +70,19 @@ class Plan:
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
-        where = ", ".join(self.directories) or "memory"
+        where = ", ".join(self.directories)
         rows = [
-            ("weights", self.weight_bytes, f"disk ({where}), two slots; in RAM as they are needed"),
+            ("weights", self.weight_bytes, "disk, two slots; in RAM as they are needed"),
             ("optimizer state", self.state_bytes, "disk, two slots; streamed through RAM"),
         ]
         if self.cached_state_bytes:
             rows.append(("  of it kept in RAM", self.cached_state_bytes, "RAM"))
-        if self.spilled:
-            place = "disk until the update, RAM was short"
-            rows.append(("  of the gradients spilled", self.spilled_bytes, place))
         grads = "RAM, freed by the update behind backward"
         if self.schedule == "deferred":
             grads = "RAM until the update before the next forward"
-        rows.insert(2, ("gradients", self.grad_bytes, grads))
+        rows.append(("gradients", self.grad_bytes, grads))
+        if self.spilled:
+            rows.append(("  of them spilled", self.spilled_bytes, "disk until the update"))
         rows.append(("budget max_ram_gb", self.ram_limit_bytes, "RAM"))
         rows.append((f"  smallest that works ({self.largest_unit})", self.min_ram_bytes, "RAM"))
         rows.append(("files", self.disk_bytes, where))
@@ -158,9 +157,11 @@ def make_plan(
                 cached_bytes += c.nbytes
     spilled_bytes = sum(build.table[index].layout.nbytes for index in spilled)
     state = sum(page.state_layout.nbytes for page in build.table)
-    # A pass forward and back over weights finds at its turn what fits; the rest is read once each
-    # way.
-    absent = max(0, weights - (spare + need - cached_bytes))
+    # A pass finds what the turn before it left in RAM; the rest is read. At a turn, RAM also holds
+    # what the unit there needs beside its weights.
+    turns = [build.units[0], build.units[-1]] if build.units else []
+    kept = [spare + need - cached_bytes - _beside_weights(unit, build, trains) for unit in turns]
+    absent = sum(max(0, weights - max(0, bytes_kept)) for bytes_kept in kept)
     updated = trained + [page for page in resident if trains and page.layout.optimizer is not None]
     return Plan(
         num_units=len(build.units),
@@ -183,7 +184,7 @@ def make_plan(
         spilled_bytes=spilled_bytes,
         cached_state=tuple(cached),
         cached_state_bytes=cached_bytes,
-        read_bytes=2 * absent * micro_batches
+        read_bytes=absent * micro_batches
         + sum(page.state_layout.nbytes for page in trained)
         - cached_bytes
         + spilled_bytes * micro_batches,
@@ -212,6 +213,10 @@ def _unit_need(unit: Unit, build: Build, trains: bool) -> int:
             # Autograd holds one partial gradient for each use that its backward has passed.
             need += page.layout.grad_bytes * (uses if page.index in unit.pages else uses - 1)
     return need
+
+
+def _beside_weights(unit: Unit, build: Build, trains: bool) -> int:
+    return _unit_need(unit, build, trains) - _unit_need(unit, build, trains=False)
 
 
 def _too_small(limit: int, minimum: int, unit: str) -> BudgetError:

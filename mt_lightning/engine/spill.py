@@ -73,9 +73,10 @@ class Spiller:
                 if grad is not None:
                     spill.norms[i] = grad_norm_of(grad)
                     spill.finite &= all_finite(grad)
+        only_on_disk = any(grads.ram[i] is None for i in spill.present)
         for start, stop in self._ranges(page):
             frame = self._acquire()
-            if start in spill.sums:
+            if only_on_disk and start in spill.sums:
                 # What other parameters have on disk in this range must survive the rewrite.
                 self._read(page, spill, start, stop, frame)
             else:

@@ -295,9 +295,9 @@ class Steps:
     def ahead_of_use(self, page: Page) -> None:
         """Begin an update that will be needed soon, if its weights can be had."""
         due = self._due.get(page.index)
-        if due is None or not self._pool.prefetch(page):
+        entry = self._pool.prefetch(page) if due is not None else None
+        if due is None or entry is None:
             return
-        entry = self._pool.pin(page)
         fits = not due.grads.must_be_whole(page) or self._pool.can_reserve(page.layout.grad_bytes)
         self._pool.release(entry)
         if fits and not entry.frame.in_use():

@@ -10,6 +10,7 @@ it.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -54,9 +55,9 @@ class Shadow:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._class = type(optimizer)
-        self._attributes = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN_ATTRIBUTES}
+        self.attributes = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN_ATTRIBUTES}
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            self._attributes[name] = OrderedDict()
+            self.attributes[name] = OrderedDict()
 
     @torch.no_grad()
     def step(
@@ -89,7 +90,7 @@ class Shadow:
         states: list[dict[str, Any]],
     ) -> torch.optim.Optimizer:
         twin = self._class.__new__(self._class)
-        twin.__dict__.update(self._attributes)
+        twin.__dict__.update(self.attributes)
         members: dict[int, list[torch.Tensor]] = {}
         for param, group in zip(params, groups, strict=True):
             members.setdefault(group, []).append(param)
@@ -124,6 +125,7 @@ def probe_state(
     param.grad = torch.zeros(shape, dtype=dtype)
     shadow = Shadow(optimizer)
     hyper = snapshot(optimizer)
+    kept = {k: _copy(v) for k, v in shadow.attributes.items()}
     try:
         with torch.no_grad():
             twin = shadow._run(hyper, [param], [group], [{}])
@@ -136,8 +138,12 @@ def probe_state(
     after = {k: v for k, v in twin.param_groups[0].items() if k != "params"}
     before = hyper.groups[group]
     changed = [k for k, v in after.items() if k not in before or _differs(v, before[k])]
-    if changed or any(key is not param for key in twin.state):
-        what = f"param group entries {changed}" if changed else "state outside its parameters"
+    attributes = [k for k, v in shadow.attributes.items() if _differs(vars(twin).get(k), kept[k])]
+    attributes += [k for k in vars(twin) if k not in shadow.attributes and k not in _OWN_ATTRIBUTES]
+    if changed or attributes or any(key is not param for key in twin.state):
+        what = "state outside its parameters"
+        if changed or attributes:
+            what = f"its own {', '.join(changed + attributes)}"
         raise ConfigError(
             f"{type(optimizer).__name__} couples its parameters through {what}, so they cannot be "
             "updated one unit at a time. Use an optimizer whose step treats parameters separately, "
@@ -146,7 +152,15 @@ def probe_state(
     return dict(twin.state[param]) if param in twin.state else {}
 
 
-def _differs(value: Any, before: Any) -> bool:
+def _copy(value: Any) -> Any:
+    """Copy what a step could change in place; anything else is compared by identity."""
     if isinstance(value, torch.Tensor):
-        return not torch.equal(value, before)
-    return bool(value != before)
+        return value.clone()
+    return copy.copy(value) if isinstance(value, (list, dict, set)) else value
+
+
+def _differs(value: Any, before: Any) -> bool:
+    if isinstance(value, torch.Tensor) or isinstance(before, torch.Tensor):
+        same = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
+        return not (same and torch.equal(value, before))
+    return value is not before and bool(value != before)

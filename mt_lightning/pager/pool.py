@@ -92,16 +92,17 @@ class WeightPool:
         assert entry.pins > 0
         entry.pins -= 1
 
-    def prefetch(self, page: Page) -> bool:
-        """Begin to read `page` if that takes nothing in use from anyone; True when it is in RAM."""
-        if page.index in self._entries:
-            self._entries.move_to_end(page.index)
-            return True
-        if not self.can_reserve(page.layout.nbytes):
-            return False
-        self._stats.prefetches += 1
-        self._load(page)
-        return True
+    def prefetch(self, page: Page) -> PoolEntry | None:
+        """Pin `page` if that takes nothing in use from anyone, else return None."""
+        entry = self._entries.get(page.index)
+        if entry is None:
+            if not self.can_reserve(page.layout.nbytes):
+                return None
+            self._stats.prefetches += 1
+            entry = self._load(page)
+        self._entries.move_to_end(page.index)
+        entry.pins += 1
+        return entry
 
     def make_room(self, nbytes: int, what: str) -> None:
         """Drop frames, then wait for updates, until `nbytes` can be reserved.
@@ -133,11 +134,19 @@ class WeightPool:
             )
 
     def can_reserve(self, nbytes: int) -> bool:
-        """Drop frames that nobody uses until `nbytes` could be reserved; False where they cannot."""
+        """Drop frames that nobody uses until `nbytes` can be reserved.
+
+        Returns:
+            False where that is not enough; then none is dropped.
+        """
+        if self._budget.available_bytes >= nbytes:
+            return True
+        idle_bytes = sum(e.reservation.nbytes for e in self._entries.values() if _idle(e))
+        if self._budget.available_bytes + idle_bytes < nbytes:
+            return False
         while self._budget.available_bytes < nbytes:
             victim = self._victim()
-            if victim is None:
-                return False
+            assert victim is not None
             self._evict(victim)
         return True
 
@@ -215,10 +224,7 @@ class WeightPool:
         return self._arena.alloc(nbytes), reservation
 
     def _victim(self) -> PoolEntry | None:
-        for entry in self._entries.values():
-            if not entry.pins and not entry.frame.in_use():
-                return entry
-        return None
+        return next((entry for entry in self._entries.values() if _idle(entry)), None)
 
     def _evict(self, entry: PoolEntry) -> None:
         assert not entry.pins
@@ -250,3 +256,8 @@ class WeightPool:
         excess = idle - (self._budget.available_bytes - nbytes)
         if idle > 0 and excess > 0:
             self._arena.trim(excess)
+
+
+def _idle(entry: PoolEntry) -> bool:
+    """Return whether nobody needs the frame now."""
+    return not entry.pins and not entry.frame.in_use()

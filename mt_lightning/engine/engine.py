@@ -26,6 +26,7 @@ from mt_lightning.engine.hooks import attach_hooks
 from mt_lightning.engine.importing import (
     create_files,
     file_sizes,
+    give_back,
     give_birth,
     import_weights,
     take_planes,
@@ -40,6 +41,7 @@ from mt_lightning.engine.units import find_units
 from mt_lightning.errors import ConfigError
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
+from mt_lightning.pages.table import Page
 
 log = logging.getLogger(__name__)
 
@@ -202,10 +204,11 @@ class Engine:
         parking = Parking(build, self.machine.store)
         live = Attached(run, self.machine, self._stats, parking, self._read_ahead)
         self._facades = [OptimizerFacade(live, i, o) for i, o in enumerate(optimizers)]
+        imported: list[Page] = []
         try:
             create_files(self.machine.store, self._files, files, keep_weights=same)
             self._files = files
-            import_weights(run, build, self._parking if same else None, self._unborn)
+            import_weights(run, build, self._parking if same else None, self._unborn, imported)
             if self._unborn:
                 give_birth(self.root, run, build, self._unborn)
                 self._unborn.clear()
@@ -217,6 +220,7 @@ class Engine:
             run.steps.commit_now(weights=True)
         except BaseException:
             run.worker.abandon()
+            give_back(run, build, parking, imported)
             runtime.stop(run, self.machine)
             raise
         self.plan, self._build, self._parking, self._live = plan, build, parking, live
@@ -269,9 +273,11 @@ class Engine:
         finally:
             run.binder.reset()
             _ = self.stats
-            runtime.stop(run, self.machine)
             self._live = None
-            self._park(run)
+            try:
+                runtime.stop(run, self.machine)
+            finally:
+                self._park(run)
 
     def _settle(self, live: Attached, failed: bool) -> None:
         steps = live.run.steps

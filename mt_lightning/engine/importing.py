@@ -12,7 +12,7 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.runtime import Runtime
-from mt_lightning.pages.table import PageTable
+from mt_lightning.pages.table import Page, PageTable
 from mt_lightning.tiers.store import Store
 
 
@@ -54,7 +54,11 @@ def take_planes(old: PageTable, new: PageTable) -> None:
 
 
 def import_weights(
-    run: Runtime, build: Build, parking: Parking | None, unborn: Container[int]
+    run: Runtime,
+    build: Build,
+    parking: Parking | None,
+    unborn: Container[int],
+    imported: list[Page],
 ) -> None:
     """Write to pages what parameters hold, page by page, and leave placeholders behind.
 
@@ -64,6 +68,7 @@ def import_weights(
         parking: Where the pages already hold the parameters: only what user code changed is
             written.
         unborn: `id` of parameters that hold nothing yet.
+        imported: Pages are appended once their parameters hold placeholders.
     """
     for page in build.table:
         params = build.members[page.index].params
@@ -78,6 +83,23 @@ def import_weights(
                     page.layout.params[i].view(entry.frame.tensor).copy_(params[i].data)
             run.writer.close(page)
         run.binder.blank(page)
+        imported.append(page)
+
+
+def give_back(run: Runtime, build: Build, parking: Parking, imported: list[Page]) -> None:
+    """Give imported parameters their values back, after a start that failed.
+
+    They come from a frame where it is still in RAM, else from the slot that was written.
+    """
+    with torch.inference_mode(False), torch.no_grad():
+        for page in imported:
+            entry = run.pool.entry(page)
+            if entry is not None and entry.read is None:
+                params = build.members[page.index].params
+                for param, spec in zip(params, page.layout.params, strict=True):
+                    param.data = spec.view(entry.frame.tensor).clone()
+            elif page.weight.slot is not None:
+                parking.show(page)
 
 
 def give_birth(root: nn.Module, run: Runtime, build: Build, unborn: Container[int]) -> None:

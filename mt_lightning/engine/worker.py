@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -52,6 +53,9 @@ class UpdateWorker:
         try:
             run()
         except BaseException as error:
+            # The frames of the traceback would keep views of pages alive.
+            if error.__traceback__ is not None:
+                traceback.clear_frames(error.__traceback__)
             self._error = error
             raise
 

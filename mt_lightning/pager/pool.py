@@ -9,6 +9,7 @@ slow drive, and an independent simulator can predict them.
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -195,7 +196,9 @@ class WeightPool:
         """Forget every frame; frames that still have views live on as orphans."""
         for entry in list(self._entries.values()):
             if entry.read is not None:
-                entry.read.wait()
+                # Nobody wants these bytes any more, so nobody minds that they could not be read.
+                with contextlib.suppress(Exception):
+                    entry.read.wait()
             entry.pins, entry.dirty, entry.read = 0, False, None
             self._evict(entry)
         self._collect_orphans()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import CellType
 from typing import Any
 
 import torch
@@ -12,33 +13,37 @@ from torch.nn.utils import clip_grad
 
 from mt_lightning.errors import StepError
 
-_NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grad_norm")
+_NAMES = ("clip_grad_norm_", "clip_grad_value_")
 
 
 class ClipGuard:
     """While attached, clipping paged parameters by torch's functions raises.
 
     They would find no gradient and silently clip nothing.
+
+    [Note: inside the function]
+    A module that says `from torch.nn.utils import clip_grad_norm_` holds the function itself, so
+    replacing the name would not reach it. What the functions wrap, under `no_grad`, is replaced.
     """
 
     def __init__(self) -> None:
-        self._kept: list[tuple[Any, str, Callable[..., Any]]] = []
+        self._kept: list[tuple[CellType, Callable[..., Any]]] = []
 
     def attach(self, model: nn.Module) -> None:
         """Guard the parameters of `model`."""
         self.detach()
         paged = {id(param) for param in model.parameters()}
-        for place in (torch.nn.utils, clip_grad):
-            for name in _NAMES:
-                original = getattr(place, name, None)
-                if original is not None:
-                    self._kept.append((place, name, original))
-                    setattr(place, name, _guarded(name, original, paged))
+        for name in _NAMES:
+            function = getattr(clip_grad, name)
+            cells = zip(function.__code__.co_freevars, function.__closure__, strict=True)
+            cell = dict(cells)["func"]
+            self._kept.append((cell, cell.cell_contents))
+            cell.cell_contents = _guarded(name, cell.cell_contents, paged)
 
     def detach(self) -> None:
         """Put torch's functions back."""
-        for place, name, original in reversed(self._kept):
-            setattr(place, name, original)
+        for cell, original in reversed(self._kept):
+            cell.cell_contents = original
         self._kept.clear()
 
 

@@ -29,14 +29,14 @@ def run(fit: Fit, *, is_terminal: bool, **settings: object) -> str:
 def test_a_line_every_n_steps(fit: Fit) -> None:
     lines = run(fit, is_terminal=False, accumulate_grad_batches=2).splitlines()
     assert [line.split("  ")[0] for line in lines] == ["step 1/8", "step 4/8", "step 8/8"]
-    pattern = r"step 8/8  loss \d+\.\d{3}  tokens/s \d+  RAM 0\.00 GiB  stall \d+%"
+    pattern = r"step 8/8  loss \d+\.\d{3}  tok/s \d+  RAM 0\.00 GiB  stall \d+%"
     assert re.fullmatch(pattern, lines[-1])
 
 
 def test_a_bar_on_a_terminal(fit: Fit) -> None:
     text = run(fit, is_terminal=True, val_check_interval=4, num_sanity_val_steps=1)
     last = text.rstrip().splitlines()[-1].split("\r")[-1]
-    assert re.search(r"step 8/8 .*loss \d+\.\d{3}  tokens/s \d+  RAM 0\.00 GiB  stall \d+%", last)
+    assert re.search(r"step 8/8 .*loss \d+\.\d{3}  tok/s \d+  RAM 0\.00 GiB  stall \d+%", last)
     assert "sanity check" in text
     assert "validation" in text
 

@@ -121,19 +121,25 @@ def layer_bytes(recipe: Recipe) -> int:
 
 def smallest_gb(row: Row) -> float:
     """Ask for far too little and return the smallest budget that the refusal names."""
+    return refused_gb(row, 1e-5)
+
+
+def refused_gb(row: Row, max_ram_gb: float) -> float:
+    """Ask for too little and return the smallest budget that the refusal names."""
     from mt_lightning.errors import BudgetError
 
     with TemporaryDirectory() as directory:
         session = flows.Session(
             recipe=row.recipe,
             directory=Path(directory),
-            make_strategy=lambda: paged_strategy(row, 1e-5),
+            make_strategy=lambda: paged_strategy(row, max_ram_gb),
         )
         try:
             session.fit(session.trainer(), make_subject(row.recipe))
         except BudgetError as error:
+            assert f"{error.smallest_gb:.6f}" in str(error)
             return error.smallest_gb
-    raise AssertionError("a budget of ten kilobytes was not refused")
+    raise AssertionError(f"a budget of {max_ram_gb} GiB was not refused")
 
 
 def forget_plain_outcomes() -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from .outcome import assert_equal
+from .recipe import Recipe
 from .rows import Row, covering_rows, product_rows
-from .runs import paged_outcome, plain_outcome
+from .runs import paged_outcome, plain_outcome, refused_gb, smallest_gb
 
 COVER = covering_rows()
 PRODUCT = [row for row in product_rows() if row not in set(COVER)]
@@ -36,6 +37,14 @@ def test_pairwise_cover(row: Row, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row", PRODUCT, ids=lambda row: row.name)
 def test_full_product(row: Row, tmp_path: Path) -> None:
     check(row, tmp_path)
+
+
+@pytest.mark.parametrize("model", ["gpt", "qwen3_moe", "t5", "convnet"])
+def test_five_percent_less_than_the_smallest_budget_is_refused(model: str) -> None:
+    # That the smallest itself works is what the rows show.
+    row = Row(recipe=Recipe(model=model))
+    smallest = smallest_gb(row)
+    assert refused_gb(row, 0.95 * smallest) == smallest
 
 
 def check(row: Row, directory: Path) -> None:

@@ -1,0 +1,1 @@
+"""The bytes that training moves, predicted by a simulator that shares no code with the package."""

@@ -1,0 +1,296 @@
+"""Predict the bytes that training reads and writes, from sizes and order alone.
+
+Written from the description of the policy, not from the package, of which nothing is imported. It
+covers a chain of units that each hold one page, run forward in order and backward in reverse, under
+an element-wise optimizer; and one resident page of parameters outside the units.
+
+[Note: what decides]
+Weights stay in frames, the least recently used one that nobody needs goes first. Updates and spills
+are jobs: a job holds its page's frame (an update) and its gradient until it is retired, at most two
+are pending, the oldest is retired first: when a third comes, when its page is needed, or when
+memory runs out and no frame can go. Nothing depends on when a job is really done.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+BLOCK_BYTES = 4 << 20
+MAX_PENDING = 2
+RESIDENT = -1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Bytes of one page; its optimizer state comes and goes in chunks."""
+
+    weight_bytes: int
+    grad_bytes: int
+    chunk_bytes: tuple[int, ...]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all its state."""
+        return sum(self.chunk_bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One training run; `units` are in the order of the forward."""
+
+    units: tuple[Sizes, ...]
+    resident: Sizes
+    budget_bytes: int
+    depth: int
+    deferred: bool
+    micro_batches: int = 1
+
+    @property
+    def fixed_bytes(self) -> int:
+        """Bytes set aside for the whole run, without the weights of the resident page."""
+        ring_bytes = 3 * max(max(unit.chunk_bytes) for unit in self.units)
+        staging_bytes = min(BLOCK_BYTES, max(unit.weight_bytes for unit in self.units))
+        return ring_bytes + staging_bytes + 2 * self.resident.grad_bytes + self.resident.state_bytes
+
+    @property
+    def smallest_bytes(self) -> int:
+        """The smallest budget: what is fixed, and the largest unit with its gradients."""
+        need = max(unit.weight_bytes + unit.grad_bytes for unit in self.units)
+        return self.fixed_bytes + self.resident.weight_bytes + need
+
+    @property
+    def everything_bytes(self) -> int:
+        """A budget in which nothing is ever read again."""
+        return self.smallest_bytes + sum(
+            unit.weight_bytes + unit.grad_bytes + unit.state_bytes for unit in self.units
+        )
+
+
+class Simulator:
+    """Plays one run; `read_bytes` and `written_bytes` count from the end of set-up."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.read_bytes = self.written_bytes = 0
+        self.spilled, self.cached = self._places()
+        self._free = case.budget_bytes - case.fixed_bytes
+        self._free -= sum(self.cached.values())
+        self._pins: OrderedDict[int, int] = OrderedDict()  # of each page in RAM, oldest use first
+        self._jobs: deque[tuple[int | None, int, bool]] = deque()  # page, gradient bytes, pinned
+        self._in_ram: dict[int, bool] = {}  # gradients held in RAM
+        self._on_disk: set[int] = set()  # spilled sums
+        self._stepped: set[int] = set()  # pages that have optimizer state
+        self._due: dict[int, None] = {}
+        self._known: list[int] = []
+        self._seen: list[int] = []
+        self._position = 0
+        self._commit_owed = False
+        for page in (RESIDENT, *range(len(case.units))):
+            self._pin(page)
+            self._pins[page] -= 1
+        self._pin(RESIDENT)
+        self.read_bytes = 0
+
+    def run(self, num_steps: int) -> Iterator[tuple[int, int]]:
+        """Yield the bytes read and written so far after each micro-batch, then after the end."""
+        for _ in range(num_steps):
+            for micro in range(self.case.micro_batches):
+                last = micro == self.case.micro_batches - 1
+                self._forward()
+                self._backward(eager=last and not self.case.deferred)
+                if last:
+                    self._step()
+                yield self.read_bytes, self.written_bytes
+        for page in list(self._due):
+            self._update(page)
+        yield self.read_bytes, self.written_bytes
+
+    # -- the model --------------------------------------------------------------------------------
+
+    def _forward(self) -> None:
+        for page in range(len(self.case.units)):
+            self._enter(page, grads=False)
+            self._pins[page] -= 1
+
+    def _backward(self, *, eager: bool) -> None:
+        for page in list(self._due):
+            self._update(page)
+        if self._commit_owed:
+            self._commit()
+        before: int | None = None
+        for page in reversed(range(len(self.case.units))):
+            if before is not None:
+                self._pins[before] -= 1
+                if eager:
+                    self._update(before)
+            self._enter(page, grads=True)
+            self._complete(page)
+            if not eager and page in self.spilled:
+                self._spill(page)
+            before = page
+        assert before is not None
+        self._pins[before] -= 1
+        if eager:
+            self._update(before)
+
+    def _enter(self, page: int, *, grads: bool) -> None:
+        self._observe(page)
+        if page in self._due:
+            self._update(page)
+        self._retire_page(page)
+        self._pin(page)
+        if grads:
+            self._make_room(self.case.units[page].grad_bytes)
+            self._free -= self.case.units[page].grad_bytes
+        kept = []
+        for ahead in self._predict():
+            if not self._prefetch(ahead):
+                break
+            kept.append(ahead)
+            self._pins[ahead] += 1  # what comes sooner is not given up for what comes later
+            if ahead in self._due:
+                self._update(ahead)
+        for ahead in kept:
+            self._pins[ahead] -= 1
+
+    def _complete(self, page: int) -> None:
+        if self._in_ram.get(page):
+            self._free += self.case.units[page].grad_bytes  # added to the one that is held
+        self._in_ram[page] = True
+
+    def _step(self) -> None:
+        if self.case.deferred:
+            while self._jobs:
+                self._retire()
+        while any(page is None for page, _, _ in self._jobs):
+            self._retire()
+        self._pins.move_to_end(RESIDENT)
+        self.written_bytes += self.case.resident.weight_bytes + self.case.resident.state_bytes
+        for page in range(len(self.case.units)):
+            self._retire_page(page)
+            if self.case.deferred:
+                self._due[page] = None
+        self._known, self._seen, self._position = self._seen, [], 0
+        self._commit_owed = self.case.deferred
+        if not self.case.deferred:
+            self._commit()
+
+    # -- jobs -------------------------------------------------------------------------------------
+
+    def _update(self, page: int) -> None:
+        unit = self.case.units[page]
+        self._due.pop(page, None)
+        self._retire_page(page)
+        self._pin(page)
+        if page in self._on_disk:
+            self.read_bytes += unit.weight_bytes
+            self._on_disk.remove(page)
+        if page in self._stepped:
+            self.read_bytes += unit.state_bytes - self.cached[page]
+        self._stepped.add(page)
+        self.written_bytes += unit.weight_bytes + unit.state_bytes
+        self._submit(page, pinned=True)
+
+    def _spill(self, page: int) -> None:
+        if page in self._on_disk:
+            self.read_bytes += self.case.units[page].weight_bytes
+        self._on_disk.add(page)
+        self.written_bytes += self.case.units[page].weight_bytes
+        self._submit(page, pinned=False)
+
+    def _submit(self, page: int, *, pinned: bool) -> None:
+        while sum(job[0] is not None for job in self._jobs) >= MAX_PENDING:
+            self._retire()
+        held = self._in_ram.pop(page, False)
+        self._jobs.append((page, self.case.units[page].grad_bytes if held else 0, pinned))
+
+    def _commit(self) -> None:
+        self._commit_owed = False
+        self._jobs.append((None, 0, False))
+
+    def _retire(self) -> None:
+        page, grad_bytes, pinned = self._jobs.popleft()
+        self._free += grad_bytes
+        if pinned and page is not None:
+            self._pins[page] -= 1
+
+    def _retire_page(self, page: int) -> None:
+        while any(job[0] == page for job in self._jobs):
+            self._retire()
+
+    # -- weights in RAM ---------------------------------------------------------------------------
+
+    def _weight_bytes(self, page: int) -> int:
+        return (self.case.resident if page == RESIDENT else self.case.units[page]).weight_bytes
+
+    def _pin(self, page: int) -> None:
+        if page not in self._pins:
+            self._make_room(self._weight_bytes(page))
+            self._load(page)
+        self._pins.move_to_end(page)
+        self._pins[page] += 1
+
+    def _prefetch(self, page: int) -> bool:
+        if page not in self._pins:
+            idle = sum(self._weight_bytes(other) for other, pins in self._pins.items() if not pins)
+            if self._free + idle < self._weight_bytes(page):
+                return False
+            self._make_room(self._weight_bytes(page))
+            self._load(page)
+        self._pins.move_to_end(page)
+        return True
+
+    def _load(self, page: int) -> None:
+        self._free -= self._weight_bytes(page)
+        self._pins[page] = 0
+        self.read_bytes += self._weight_bytes(page)
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._free < nbytes:
+            if not self._evict():
+                assert self._jobs, "starved: this simulator does not cover gradients that must go"
+                self._retire()
+
+    def _evict(self) -> bool:
+        victim = next((page for page, pins in self._pins.items() if not pins), None)
+        if victim is None:
+            return False
+        del self._pins[victim]
+        self._free += self._weight_bytes(victim)
+        return True
+
+    # -- what comes next --------------------------------------------------------------------------
+
+    def _observe(self, page: int) -> None:
+        self._seen.append(page)
+        if page in self._known[self._position :]:
+            self._position = self._known.index(page, self._position) + 1
+
+    def _predict(self) -> list[int]:
+        turned = self._known[self._position :] + self._known[: self._position]
+        return list(dict.fromkeys(turned))[: self.case.depth]
+
+    # -- the plan ---------------------------------------------------------------------------------
+
+    def _places(self) -> tuple[set[int], dict[int, int]]:
+        """Return pages whose gradients wait on disk, and how much state of each stays in RAM."""
+        case = self.case
+        spare = case.budget_bytes - case.smallest_bytes
+        assert spare >= 0
+        spilled: set[int] = set()
+        if case.deferred or case.micro_batches > 1:
+            for page in reversed(range(len(case.units))):
+                if case.units[page].grad_bytes <= spare:
+                    spare -= case.units[page].grad_bytes
+                else:
+                    spilled.add(page)
+        room = spare - sum(unit.weight_bytes for unit in case.units)
+        cached = dict.fromkeys(range(len(case.units)), 0)
+        for page, unit in enumerate(case.units) if not spilled else ():
+            for chunk_bytes in unit.chunk_bytes:
+                if chunk_bytes <= room:
+                    cached[page] += chunk_bytes
+                    room -= chunk_bytes
+        return spilled, cached

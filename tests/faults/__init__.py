@@ -1,0 +1,1 @@
+"""Attack the strategy with bad settings, broken drives and failing user code."""

@@ -1,0 +1,1 @@
+"""Budget, pool, order and plan: policy alone, on memory."""

@@ -1,0 +1,279 @@
+"""The pool against a dict: whatever is asked in whatever order, no byte is lost and none is extra.
+
+The machine plays training: it pins and releases pages, reads ahead, changes pinned frames, holds
+gradients, keeps views of frames as autograd does, and commits. The model is a dict of bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    precondition,
+    rule,
+)
+
+from mt_lightning.errors import BudgetError
+from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.pool import PoolEntry, WeightPool
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.layout import lay_out
+from mt_lightning.pages.sizes import ALIGN_BYTES
+from mt_lightning.pages.state import StateLayout
+from mt_lightning.pages.table import Page, new_page
+from mt_lightning.tiers.arena import Arena, Frame
+from mt_lightning.tiers.doubles import MemoryStore
+from mt_lightning.tiers.io import IOQueue
+
+NUM_PAGES = 5
+PLANES = (1, 2, 1, 3, 2)
+"""Size of each page in blocks of 4096 bytes."""
+
+
+def make_page(index: int, num_blocks: int) -> Page:
+    weight = torch.empty(num_blocks * ALIGN_BYTES // 4 - 1, device="meta")
+    layout = lay_out(index, (f"unit{index}",), 0, [(f"w{index}", weight, (1,))])
+    assert layout.nbytes == num_blocks * ALIGN_BYTES
+    return new_page(layout, StateLayout(True, (), (), 0))
+
+
+class PoolMachine(RuleBasedStateMachine):
+    pins = Bundle("pins")
+    views = Bundle("views")
+    reservations = Bundle("reservations")
+
+    @initialize(num_blocks=st.integers(4, 12))
+    def open(self, num_blocks: int) -> None:
+        self.budget = Budget(num_blocks * ALIGN_BYTES)
+        self.arena = Arena()
+        self.store = MemoryStore()
+        self.io = IOQueue(self.store, num_threads=2)
+        self.stats = Stats()
+        self.pool = WeightPool(
+            self.arena, self.budget, self.store, self.io, self.stats, time.perf_counter
+        )
+        self.pages = [make_page(i, n) for i, n in enumerate(PLANES)]
+        self.model = {page.index: bytes(page.layout.nbytes) for page in self.pages}
+        self.held: Counter[int] = Counter()
+        self.bytes_reserved = 0
+        self.seen: dict[int, tuple[torch.Tensor, bytes]] = {}
+        self.next_view = 0
+
+    def teardown(self) -> None:
+        if hasattr(self, "io"):
+            self.io.close()
+
+    # -- weights ----------------------------------------------------------------------------------
+
+    @rule(target=pins, index=st.integers(0, NUM_PAGES - 1))
+    def pin(self, index: int) -> Any:
+        page = self.pages[index]
+        try:
+            entry = self.pool.pin(page)
+        except BudgetError:
+            assert self.pool.entry(page) is None
+            self.nothing_is_idle(page.layout.nbytes)
+            return multiple()
+        self.held[index] += 1
+        return entry
+
+    @rule(entry=consumes(pins))
+    def release(self, entry: PoolEntry) -> None:
+        self.pool.release(entry)
+        self.held[entry.page.index] -= 1
+
+    @rule(target=pins, index=st.integers(0, NUM_PAGES - 1))
+    def prefetch(self, index: int) -> Any:
+        page, before = self.pages[index], set(self.present())
+        entry = self.pool.prefetch(page)
+        if entry is None:
+            assert set(self.present()) == before, "frames were dropped in vain"
+            self.nothing_is_idle(page.layout.nbytes)
+            return multiple()
+        self.held[index] += 1
+        return entry
+
+    @rule(entry=pins, seed=st.integers(0, 255))
+    def change(self, entry: PoolEntry, seed: int) -> None:
+        entry.wait()
+        entry.frame.tensor.copy_(torch.arange(entry.frame.nbytes).add_(seed).to(torch.uint8))
+        entry.dirty = True
+        self.model[entry.page.index] = bytes(entry.frame.memory)
+        # Who still sees this very frame sees the change.
+        address = entry.frame.tensor.data_ptr()
+        for key, (view, _) in self.seen.items():
+            if view.data_ptr() == address:
+                self.seen[key] = view, self.model[entry.page.index]
+
+    @rule(entry=pins)
+    def copy_on_write(self, entry: PoolEntry) -> None:
+        entry.wait()
+        try:
+            twin = self.pool.copy_on_write(entry.page)
+        except BudgetError:
+            self.nothing_is_idle(entry.page.layout.nbytes)
+            return
+        assert twin is entry
+        assert bytes(twin.frame.memory) == self.model[entry.page.index]
+
+    @rule(target=views, entry=pins)
+    def look(self, entry: PoolEntry) -> int:
+        entry.wait()
+        self.next_view += 1
+        self.seen[self.next_view] = entry.frame.tensor[:], self.model[entry.page.index]
+        return self.next_view  # not the view: a bundle would keep it
+
+    @rule(key=consumes(views))
+    def look_away(self, key: int) -> None:
+        del self.seen[key]
+
+    # -- gradients --------------------------------------------------------------------------------
+
+    @rule(target=reservations, num_blocks=st.integers(1, 4))
+    def reserve(self, num_blocks: int) -> Any:
+        nbytes = num_blocks * ALIGN_BYTES
+        try:
+            reservation = self.pool.reserve(nbytes, "gradients", "some gradients")
+        except BudgetError:
+            self.nothing_is_idle(nbytes)
+            return multiple()
+        self.bytes_reserved += nbytes
+        return reservation
+
+    @rule(reservation=consumes(reservations))
+    def free(self, reservation: Reservation) -> None:
+        self.bytes_reserved -= reservation.nbytes
+        reservation.free()
+        reservation.free()
+
+    # -- commits ----------------------------------------------------------------------------------
+
+    @rule()
+    def flush(self) -> None:
+        self.pool.flush()
+        self.the_store_holds_everything()
+
+    @rule()
+    def commit(self) -> None:
+        self.pool.flush()
+        for page in self.pages:
+            page.commit()
+
+    @precondition(lambda self: not sum(self.held.values()))
+    @rule()
+    def clear(self) -> None:
+        self.pool.flush()
+        self.pool.clear()
+        assert not self.present()
+        self.the_store_holds_everything()
+
+    # -- what always holds ------------------------------------------------------------------------
+
+    def present(self) -> list[int]:
+        return [page.index for page in self.pages if self.pool.entry(page) is not None]
+
+    def nothing_is_idle(self, nbytes: int) -> None:
+        """Check that a refusal was right: what nobody uses and what is free are not enough."""
+        entries = [self.pool.entry(self.pages[index]) for index in self.present()]
+        idle_bytes = sum(e.frame.nbytes for e in entries if not e.pins and not e.frame.in_use())
+        assert self.budget.available_bytes + idle_bytes < nbytes
+
+    def the_store_holds_everything(self) -> None:
+        for page in self.pages:
+            if page.weight.slot is None:
+                assert not any(self.model[page.index])
+                continue
+            frame = Frame(page.weight.nbytes)
+            self.store.read(page.weight.file, 0, frame.memory)
+            assert bytes(frame.memory) == self.model[page.index]
+
+    @invariant()
+    def budget_is_kept(self) -> None:
+        if not hasattr(self, "budget"):
+            return
+        assert 0 <= self.budget.used_bytes <= self.budget.peak_bytes <= self.budget.limit_bytes
+        assert self.budget.by_purpose["gradients"] == self.bytes_reserved
+        assert self.budget.used_bytes == sum(self.budget.by_purpose.values())
+        # Real memory, free frames kept for reuse included, stays inside too.
+        assert self.arena.held_bytes + self.bytes_reserved <= self.budget.limit_bytes
+
+    @invariant()
+    def pinned_pages_stay(self) -> None:
+        for index, count in getattr(self, "held", {}).items():
+            entry = self.pool.entry(self.pages[index])
+            if count:
+                assert entry is not None
+                assert entry.pins == count
+                entry.wait()
+                assert bytes(entry.frame.memory) == self.model[index]
+            elif entry is not None:
+                assert not entry.pins
+
+    @invariant()
+    def views_keep_what_they_saw(self) -> None:
+        for view, old in getattr(self, "seen", {}).values():
+            assert bytes(view.numpy()) == old
+
+
+@pytest.mark.timeout(120)
+class TestPool(PoolMachine.TestCase):
+    settings = settings(
+        max_examples=50,
+        stateful_step_count=40,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+
+
+def test_a_refusal_says_what_is_in_use_and_what_to_change() -> None:
+    machine = PoolMachine()
+    machine.open(num_blocks=4)
+    try:
+        kept = machine.pin(3), machine.reserve(1)
+        with pytest.raises(BudgetError) as caught:
+            machine.pool.pin(machine.pages[0])
+        text = str(caught.value)
+        assert "the weights of page p00000 need 4096 bytes, but only 0 of" in text
+        assert "weights 0.01 MiB, gradients 0.00 MiB" in text
+        assert "Raise max_ram_gb" in text
+        del kept
+    finally:
+        machine.teardown()
+
+
+def test_an_old_update_is_waited_for_before_refusing() -> None:
+    machine = PoolMachine()
+    machine.open(num_blocks=4)
+    try:
+        machine.pin(3)
+        old = [machine.reserve(1)]
+        asked = []
+
+        def relieve() -> bool:
+            asked.append(len(old))
+            if old:
+                old.pop().free()
+                return True
+            return False
+
+        machine.pool.relieve = relieve
+        machine.pool.pin(machine.pages[0])
+        assert asked == [1]
+        with pytest.raises(BudgetError):
+            machine.pool.pin(machine.pages[2])
+        assert asked == [1, 0]
+    finally:
+        machine.teardown()

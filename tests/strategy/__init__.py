@@ -1,0 +1,1 @@
+"""What a Lightning user expects of the strategy: callbacks, loops, names, the CLI."""

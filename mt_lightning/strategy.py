@@ -72,7 +72,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     def __init__(
         self,
-        offload_dir: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
+        # A list comes first: jsonargparse takes the first that fits, and a path may be anything.
+        offload_dir: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
         on_existing: OnExisting = "error",
         max_vram_gb: float | None = None,
         max_ram_gb: float | None = None,

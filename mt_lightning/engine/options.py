@@ -90,7 +90,7 @@ class Options:
 def _names(name: str, value: Any, kinds: tuple[type, ...], what: str) -> tuple[Any, ...]:
     items = (value,) if isinstance(value, kinds) else value
     good = isinstance(items, Sequence) and not isinstance(items, (str, bytes))
-    if not good or not items or not all(isinstance(i, kinds) and os.fspath(i) for i in items):
+    if not good or not items or not all(isinstance(i, kinds) and str(i) for i in items):
         raise ConfigError(f"{name}={value!r}: give {what}, or None.")
     return tuple(items)
 

@@ -31,9 +31,16 @@ _OWN_ATTRIBUTES = (
 
 @dataclass(frozen=True)
 class Hyper:
-    """Hyper-parameters of one optimizer, frozen when its step was asked for."""
+    """What one step of an optimizer depends on, frozen when it was asked for.
+
+    Attributes:
+        groups: The param groups without their parameters.
+        autocast: Whether it was asked for inside a CPU autocast region (as in manual optimisation)
+            and to which dtype: matrix products of the optimizer then run in it.
+    """
 
     groups: tuple[dict[str, Any], ...]
+    autocast: tuple[bool, torch.dtype]
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> Hyper:
@@ -46,7 +53,8 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Hyper:
                 if key != "params"
             }
             for group in optimizer.param_groups
-        )
+        ),
+        (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
     )
 
 
@@ -79,7 +87,9 @@ class Shadow:
         Returns:
             The state of each after the step.
         """
-        twin = self._run(hyper, params, groups, states)
+        enabled, dtype = hyper.autocast
+        with torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False):
+            twin = self._run(hyper, params, groups, states)
         return [dict(twin.state[param]) if param in twin.state else {} for param in params]
 
     def _run(

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule, Trainer
@@ -149,10 +150,9 @@ def committed_step(directory: Path) -> int | None:
 
 def smallest_gb(module: LightningModule, root: Path, **settings: Any) -> float:
     """Return the budget that the refusal of a far too small one names."""
-    try:
+    with pytest.raises(mt.BudgetError) as caught:
         fit(module, root, mt.MegaTrainStrategy(max_ram_gb=1e-6), **settings)
-    except mt.BudgetError as error:
-        assert error.smallest_gb is not None
-        assert f"{error.smallest_gb:.6f}" in str(error)
-        return error.smallest_gb
-    raise AssertionError("a budget of one kilobyte was not refused")
+    smallest = caught.value.smallest_gb
+    assert smallest is not None
+    assert f"{smallest:.6f}" in str(caught.value)
+    return smallest

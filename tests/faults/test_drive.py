@@ -53,9 +53,7 @@ class _Counted(Net):
         self.reached = batch_idx >= self.bad_from
 
 
-def make_strategy(
-    root: Path, module: _Counted, fault: Fault, setting: str
-) -> mt.MegaTrainStrategy:
+def make_strategy(root: Path, module: _Counted, fault: Fault, setting: str) -> mt.MegaTrainStrategy:
     """Make a strategy that needs its drive all the time; the fault waits for the bad step."""
     return mt.MegaTrainStrategy(
         root / "pages",

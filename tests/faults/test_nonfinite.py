@@ -97,8 +97,9 @@ def test_skip_leaves_parameters_and_step_counts(tmp_path: Path, setting: str, ti
     assert strategy.engine.stats.skipped_steps == 1
 
 
-@pytest.mark.parametrize("kind", [Poisoned, Infinite])
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("kind", "setting"), [(Infinite, "plain"), *[(Poisoned, setting) for setting in SETTINGS]]
+)
 def test_raise_changes_nothing(tmp_path: Path, kind: type[Net], setting: str) -> None:
     module, settings = kind(), SETTINGS[setting]
     completed = BAD_BATCH // settings.get("accumulate_grad_batches", 1)

@@ -54,7 +54,7 @@ class PoolMachine(RuleBasedStateMachine):
     views = Bundle("views")
     reservations = Bundle("reservations")
 
-    @initialize(num_blocks=st.integers(4, 12))
+    @initialize(num_blocks=st.integers(4, 8))
     def open(self, num_blocks: int) -> None:
         self.budget = Budget(num_blocks * ALIGN_BYTES)
         self.arena = Arena()
@@ -67,6 +67,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pages = [make_page(i, n) for i, n in enumerate(PLANES)]
         self.model = {page.index: bytes(page.layout.nbytes) for page in self.pages}
         self.held: Counter[int] = Counter()
+        self.committed = dict(self.model)
         self.bytes_reserved = 0
         self.seen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.next_view = 0
@@ -117,6 +118,24 @@ class PoolMachine(RuleBasedStateMachine):
             if view.data_ptr() == address:
                 self.seen[key] = view, self.model[entry.page.index]
 
+    @rule(index=st.integers(0, NUM_PAGES - 1), seed=st.none() | st.integers(0, 255))
+    def visit(self, index: int, seed: int | None) -> None:
+        """Use a page for a moment, as one unit after the other does."""
+        entry = self.pin(index)
+        if isinstance(entry, PoolEntry):
+            if seed is not None:
+                self.change(entry, seed)
+            entry.wait()
+            assert bytes(entry.frame.memory) == self.model[index]
+            self.release(entry)
+
+    @rule(index=st.integers(0, NUM_PAGES - 1))
+    def begin_to_read(self, index: int) -> None:
+        """Read ahead and let go while the read may be under way."""
+        entry = self.prefetch(index)
+        if isinstance(entry, PoolEntry):
+            self.release(entry)
+
     @rule(entry=pins)
     def copy_on_write(self, entry: PoolEntry) -> None:
         entry.wait()
@@ -164,22 +183,40 @@ class PoolMachine(RuleBasedStateMachine):
     def flush(self) -> None:
         self.pool.flush()
         self.the_store_holds_everything()
+        num_written = self.store.bytes_written
+        self.pool.flush()
+        assert self.store.bytes_written == num_written, "clean pages were written"
 
     @rule()
     def commit(self) -> None:
         self.pool.flush()
         for page in self.pages:
             page.commit()
+        self.committed = dict(self.model)
 
     @precondition(lambda self: not sum(self.held.values()))
-    @rule()
-    def clear(self) -> None:
-        self.pool.flush()
+    @rule(lose=st.booleans())
+    def clear(self, lose: bool) -> None:
+        """Forget every frame; with `lose`, whatever was not committed too."""
+        if not lose:
+            self.pool.flush()
         self.pool.clear()
         assert not self.present()
+        if lose:
+            for page in self.pages:
+                page.rollback()
+            self.model = dict(self.committed)
         self.the_store_holds_everything()
+        kept_bytes = sum(self.orphans().values())
+        assert self.budget.by_purpose["weights"] == kept_bytes, "frames without views stay reserved"
 
     # -- what always holds ------------------------------------------------------------------------
+
+    def orphans(self) -> dict[int, int]:
+        """Return address and size of every frame that only views keep."""
+        shown = {self.pool.entry(self.pages[i]).frame.tensor.data_ptr() for i in self.present()}
+        views = (view for view, _ in self.seen.values())
+        return {v.data_ptr(): v.numel() for v in views if v.data_ptr() not in shown}
 
     def present(self) -> list[int]:
         return [page.index for page in self.pages if self.pool.entry(page) is not None]
@@ -230,8 +267,8 @@ class PoolMachine(RuleBasedStateMachine):
 @pytest.mark.timeout(120)
 class TestPool(PoolMachine.TestCase):
     settings = settings(
-        max_examples=50,
-        stateful_step_count=40,
+        max_examples=60,
+        stateful_step_count=60,
         deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow],

@@ -9,6 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch
 
 from . import flows, zoo
@@ -134,12 +135,12 @@ def refused_gb(row: Row, max_ram_gb: float) -> float:
             directory=Path(directory),
             make_strategy=lambda: paged_strategy(row, max_ram_gb),
         )
-        try:
+        with pytest.raises(BudgetError) as refusal:
             session.fit(session.trainer(), make_subject(row.recipe))
-        except BudgetError as error:
-            assert f"{error.smallest_gb:.6f}" in str(error)
-            return error.smallest_gb
-    raise AssertionError(f"a budget of {max_ram_gb} GiB was not refused")
+    smallest = refusal.value.smallest_gb
+    assert smallest is not None
+    assert f"{smallest:.6f}" in str(refusal.value)
+    return smallest
 
 
 def forget_plain_outcomes() -> None:

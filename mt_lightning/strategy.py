@@ -118,6 +118,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._engine: Engine | None = None
         self._guard = ClipGuard()
         self._eager = False
+        self._arming = False
+        """Whether the next backward completes a window, so that pages may be updated behind it."""
         self._failed = False
 
     # -- plugins ----------------------------------------------------------------------------------
@@ -279,7 +281,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Look at the first loss: NaN may mean that weights were read outside their unit."""
         assert self._engine is not None
-        self._engine.live.check_loss(closure_loss)
+        live = self._engine.live
+        live.check_loss(closure_loss)
+        if self._arming:
+            value = self.lightning_module.trainer.gradient_clip_val  # type: ignore[union-attr]
+            live.arm(0, float(value) if value else None)
 
     @override
     def optimizer_step(
@@ -291,10 +297,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     ) -> Any:
         """Run the closure and step; with eager updates, pages are updated behind its backward."""
         assert self._engine is not None
-        if self._eager:
-            value = self.lightning_module.trainer.gradient_clip_val  # type: ignore[union-attr]
-            self._engine.live.arm(0, float(value) if value else None)
-        return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._arming = self._eager
+        try:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            self._arming = False
 
     # -- checkpoints ------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from mt_lightning.engine.units import Unit
 from mt_lightning.errors import StepError
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
+from mt_lightning.tiers.io import hash_blocks
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,10 @@ class Attached:
         for entry in kept:
             run.pool.release(entry)
 
+    def executed(self, unit: Unit, start: int, stop: int) -> None:
+        """Take note of the autograd nodes that an execution of a unit made."""
+        self.run.usage.executed(unit, start, stop)
+
     def leave(self, unit: Unit, *, backward: bool) -> None:
         """Let go of a unit's pages.
 
@@ -159,8 +164,12 @@ class Attached:
         if grad.is_sparse:
             raise StepError(f"{name} got a sparse gradient; set sparse=False on its module.")
         if page.layout.optimizer is None:
+            if any(parameter is p for t in run.steps.trained for p in _params(t.optimizer)):
+                raise StepError(f"{name} was given to its optimizer after the start. {_ADDED}")
             return
-        if run.gradients.arrive(page, param, grad):
+        run.steps.check_open(page, name)
+        needed = sum(p.requires_grad for p in run.build.members[page.index].params)
+        if run.gradients.arrive(page, param, grad, needed):
             self._whole.append(page)
 
     def _complete(self, pages: list[Page]) -> None:
@@ -169,14 +178,32 @@ class Attached:
         Not in the hook: there autograd still holds the last one, and it would have to be copied.
         """
         for page in pages:
-            self.run.gradients.complete(page)
-            self.run.steps.on_complete(page)
+            if self.run.gradients.complete(page):
+                self.run.steps.on_complete(page)
         self._whole.clear()
 
     def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise when the first loss is not finite and units of some parameters never ran."""
+        """Raise when the loss was computed from parameters that were not in memory.
+
+        The graph is searched at the first step and whenever the loss is not finite.
+
+        Raises:
+            StepError: A weight was read outside its unit, or the first loss is not finite and units
+                of some parameters never ran.
+        """
         run = self.run
-        if self._stats.steps or bool(torch.isfinite(loss.detach()).all()):
+        finite = bool(torch.isfinite(loss.detach()).all())
+        if finite and self._stats.steps:
+            return
+        for name in run.usage.read_outside(loss):
+            raise StepError(
+                f"{name} was read outside the forward of its module, where its weights are not in "
+                "memory (a penalty over all parameters, or a functional call, does that). "
+                "Nothing was "
+                "changed. Use the optimizer's weight_decay for a penalty, or name the class of the "
+                "module that reads the weights in units=[...]."
+            )
+        if finite or self._stats.steps:
             return
         unused = [page for page in run.build.table if page.index not in run.binder.used]
         if unused:
@@ -210,6 +237,7 @@ class Attached:
         run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
         run.binder.used.update(run.build.resident)
         run.orders[True].end_of_step()
+        run.usage.clear()
         return applied
 
     def zero_grad(self, optimizer: int) -> None:
@@ -228,9 +256,13 @@ class Attached:
     def drain(self) -> None:
         """Apply, write and commit everything, and wait for it."""
         self.run.steps.drain()
+        for entry in self.run.resident:
+            # User code and load_state_dict may write to these at any time, and nothing tells us.
+            if hash_blocks(entry.frame.memory) != entry.page.weight.sums[0]:
+                entry.dirty = self.run.writer.dirty = True
         if self.run.writer.dirty:
             self.run.writer.flush()
-            self.run.steps.commit_now()
+            self.run.steps.commit_now(weights=True)
         if self._stats.steps:
             self._report_first_step()
 
@@ -273,11 +305,27 @@ class Attached:
 
     def show_pages(self, pages: list[Page]) -> None:
         """Let parameters show mapped files, as `state_dict()` needs them."""
+        self._undo_partial_step()
         self.drain()
         for page in pages:
             if not self.run.binder.is_bound(page) and not self._editing[page.index]:
                 with torch.inference_mode(False), torch.no_grad():
                     self._parking.show(page)
+
+    def _undo_partial_step(self) -> None:
+        """Go back to the last commit when a step was interrupted: nobody may see half of it.
+
+        Callbacks that save on an exception run before the strategy hears of it.
+        """
+        run = self.run
+        if not run.steps.partial or torch._C._current_graph_task_id() != -1:
+            return
+        self._end_dead_backward()
+        run.steps.reset()
+        run.build.table.rollback()
+        for page in run.build.table:
+            if page.index not in run.build.resident and not run.binder.is_bound(page):
+                run.pool.drop(page)
 
     def hide_pages(self, pages: list[Page]) -> None:
         """Let them show placeholders again; views that were taken live on."""
@@ -303,6 +351,7 @@ class Attached:
 
     def optimizer_state(self, optimizer: int) -> dict[int, dict[str, Any]]:
         """Return an optimizer's state by position of the parameter, as views of mapped files."""
+        self._undo_partial_step()
         self.drain()
         return export_state(self.run.build, self.run.steps.trained[optimizer], self._machine.store)
 
@@ -329,6 +378,17 @@ class Attached:
             self.run.updaters[0].touched |= importer.load(page, states)
         for updater in self.run.updaters:
             updater.forget()
+
+
+_ADDED = (
+    "strategy='megatrain' lays pages out by optimizer when fit starts. Give every parameter "
+    "that will "
+    "ever be trained to the optimizer in configure_optimizers, and freeze by requires_grad=False."
+)
+
+
+def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _list(names: set[str], most: int = 12) -> str:

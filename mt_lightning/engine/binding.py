@@ -7,6 +7,7 @@ from torch import nn
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.placeholder import placeholder
+from mt_lightning.errors import StepError
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.link import Link, Upload
 
@@ -38,6 +39,7 @@ class Binder:
         self._planes: dict[int, torch.Tensor] = {}
         self._leaving: list[torch.Tensor] = []
         self._settled: list[Page] = []
+        self._standing_in: dict[int, list[nn.Parameter]] = {}
         self.used: set[int] = set()
 
     def upload(self, host: torch.Tensor) -> Upload:
@@ -47,6 +49,8 @@ class Binder:
 
     def bind(self, page: Page, plane: torch.Tensor) -> None:
         """Show `plane` (uint8, the page's weight plane) through the page's parameters."""
+        if not self._depth[page.index]:
+            self._check_blank(page)
         self._planes.setdefault(page.index, plane)
         self._depth[page.index] += 1
         self.used.add(page.index)
@@ -55,10 +59,23 @@ class Binder:
         if self._planes[page.index] is not plane and not self._link.unified:
             self._leaving.append(plane)
 
+    def _check_blank(self, page: Page) -> None:
+        params, blanks = self._members[page.index].params, self._blanks[page.index]
+        for param, blank, spec in zip(params, blanks, page.layout.params, strict=True):
+            if param.data_ptr() != blank.data_ptr():
+                raise StepError(
+                    f"{spec.name} was given new values while its page was not in memory; they "
+                    f"would be "
+                    "lost. Between steps, change weights through load_state_dict(); before and "
+                    "after "
+                    "fit, as you like."
+                )
+
     def _stand_in(self, page: Page) -> None:
-        for param in self._members[page.index].params:
-            if not param.requires_grad:
-                self._install(param, nn.Parameter(param.data, requires_grad=False))
+        frozen = [p for p in self._members[page.index].params if not p.requires_grad]
+        for param in frozen:
+            self._install(param, nn.Parameter(param.data, requires_grad=False))
+        self._standing_in[page.index] = frozen
 
     def _install(self, param: nn.Parameter, shown: nn.Parameter) -> None:
         for module, name in self._owners.get(id(param), ()):
@@ -81,9 +98,8 @@ class Binder:
         if self._depth[page.index]:
             return
         plane = self._planes.pop(page.index)
-        for param in self._members[page.index].params:
-            if not param.requires_grad:
-                self._install(param, param)
+        for param in self._standing_in.pop(page.index, []):
+            self._install(param, param)
         self.blank(page)
         if not self._link.unified:
             self._leaving.append(plane)

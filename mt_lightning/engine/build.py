@@ -10,7 +10,7 @@ from torch import nn
 
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import ConfigError
-from mt_lightning.optim.shadow import probe_state
+from mt_lightning.optim.shadow import check_separable, probe_state
 from mt_lightning.optim.support import check_supported, is_elementwise
 from mt_lightning.pages.layout import PageLayout, fingerprint, lay_out, memory_order
 from mt_lightning.pages.sizes import BLOCK_BYTES
@@ -155,6 +155,8 @@ def _state_layout(
             shape = (_PROBE_NUMEL,) if sliced else spec.shape
             key = (layout.optimizer, group, shape, spec.dtype)
             if key not in probes:
+                if not type(optimizer).__module__.startswith("torch.optim."):
+                    check_separable(optimizer, group, len(spec.shape))
                 probes[key] = {
                     name: value.to("meta")
                     if isinstance(value, torch.Tensor) and value.dim()

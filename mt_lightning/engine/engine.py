@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -205,6 +206,7 @@ class Engine:
         live = Attached(run, self.machine, self._stats, parking, self._read_ahead)
         self._facades = [OptimizerFacade(live, i, o) for i, o in enumerate(optimizers)]
         imported: list[Page] = []
+        taken: list[dict[int, dict[str, Any]]] = []
         try:
             create_files(self.machine.store, self._files, files, keep_weights=same)
             self._files = files
@@ -215,12 +217,15 @@ class Engine:
                 birth.mark_born(self.root)
             run.writer.flush()
             for index, facade in enumerate(self._facades):
-                if state := facade.take():
-                    live.import_state(index, state)
+                taken.append(facade.take())
+                if taken[-1]:
+                    live.import_state(index, taken[-1])
             run.steps.commit_now(weights=True)
         except BaseException:
             run.worker.abandon()
             give_back(run, build, parking, imported)
+            for facade, state in zip(self._facades, taken, strict=False):
+                facade.show(state)
             runtime.stop(run, self.machine)
             raise
         self.plan, self._build, self._parking, self._live = plan, build, parking, live

@@ -23,6 +23,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mt_lightning.engine.units import Unit
+from mt_lightning.engine.usage import next_sequence_number
+from mt_lightning.errors import StepError
 
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 
@@ -32,6 +34,9 @@ class Host(Protocol):
 
     def enter(self, unit: Unit, *, backward: bool) -> None:
         """Bind the unit's pages."""
+
+    def executed(self, unit: Unit, start: int, stop: int) -> None:
+        """Take note of the autograd nodes that an execution made, by sequence number."""
 
     def leave(self, unit: Unit, *, backward: bool) -> None:
         """Release them; after a replay they may stay bound until the next unit enters."""
@@ -103,12 +108,25 @@ class _Execution:
         self.dtype = torch.get_default_dtype()
         self.replaying = False
         self.before: _ModuleState | None = None
+        self._versions = [
+            (name, value, value._version)
+            for name, value in kwargs.items()
+            if isinstance(value, torch.Tensor) and not value.is_inference()
+        ]
         self._caches = {
             id(value): _copy_cache(value) for value in (*args, *kwargs.values()) if _is_cache(value)
         }
 
     def __call__(self, *args: Any) -> Any:
         kwargs = self._kwargs
+        if self.replaying:
+            for name, value, version in self._versions:
+                if value._version != version:
+                    raise StepError(
+                        f"argument {name} of {self.unit.name} was changed in place after the "
+                        f"unit had "
+                        "begun to run, so backward cannot run it again. Change a copy instead."
+                    )
         if self.replaying and self._caches:
             args = tuple(self._fresh(value) for value in args)
             kwargs = {key: self._fresh(value) for key, value in kwargs.items()}
@@ -155,8 +173,10 @@ class _Bound:
 class _First(_Bound):
     def begin(self, run: _Execution) -> None:
         run.before = _ModuleState(run.modules)
+        self._start = next_sequence_number()
 
     def end(self, run: _Execution) -> None:
+        run.host.executed(run.unit, self._start, next_sequence_number())
         assert run.before is not None
         if not run.before.buffers_changed():
             run.before.drop_buffers()

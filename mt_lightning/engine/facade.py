@@ -8,7 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
-_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict")
+from mt_lightning.errors import StepError
+
+_METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
 
 class Host(Protocol):
@@ -44,11 +46,11 @@ class OptimizerFacade:
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
             loss = None
+            for hook in optimizer._optimizer_step_pre_hooks.values():
+                hook(optimizer, (closure,), {})
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            for hook in optimizer._optimizer_step_pre_hooks.values():
-                hook(optimizer, (closure,), {})
             host.step(index)
             optimizer._opt_called = True  # type: ignore[attr-defined]
             for hook in optimizer._optimizer_step_post_hooks.values():
@@ -71,7 +73,17 @@ class OptimizerFacade:
             type(optimizer).load_state_dict(optimizer, bare)
             host.load_optimizer_state(index, state_dict["state"])
 
-        for method in (step, zero_grad, state_dict, load_state_dict):
+        def add_param_group(param_group: dict[str, Any]) -> None:
+            del param_group
+            raise StepError(
+                "add_param_group() during fit: strategy='megatrain' lays pages out by "
+                "optimizer when fit "
+                "starts. Give every parameter that will ever be trained to the optimizer in "
+                "configure_optimizers, and freeze by requires_grad=False (BaseFinetuning "
+                "cannot run)."
+            )
+
+        for method in (step, zero_grad, state_dict, load_state_dict, add_param_group):
             optimizer.__dict__[method.__name__] = method
 
     def detach(self) -> None:

@@ -95,18 +95,19 @@ class Gradients:
                 self._pool.reserve(nbytes, "gradients", what)
             )
 
-    def arrive(self, page: Page, param: int, grad: torch.Tensor) -> bool:
-        """Take a gradient from autograd; True when the page has all of them in this backward."""
+    def arrive(self, page: Page, param: int, grad: torch.Tensor, needed: int) -> bool:
+        """Take a gradient from autograd; True when all `needed` of this backward have arrived."""
         if page.index not in self._expected:
             self.expect(page)
         arriving = self._arriving.setdefault(page.index, [])
         arriving.append((param, self._link.download(grad)))
-        return len(arriving) == len(page.layout.params)
+        return len(arriving) == needed
 
-    def complete(self, page: Page) -> None:
-        """Take in what arrived in one backward and settle its reservations."""
+    def complete(self, page: Page) -> bool:
+        """Take in what arrived in one backward, settle its reservations; False if nothing did."""
         expected = self._expected.pop(page.index, [])
         arriving = self._arriving.pop(page.index, [])
+        took_in = bool(arriving)
         if arriving:
             held = self._grads.get(page.index)
             if held is None:
@@ -124,6 +125,7 @@ class Gradients:
                 held.reservations.append(expected.pop())
         for reservation in expected:
             reservation.free()
+        return took_in
 
     def unfinished(self) -> list[Page]:
         """Return pages whose backward has not been completed, in order of first arrival."""

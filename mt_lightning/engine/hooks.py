@@ -38,8 +38,12 @@ def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[RemovableHan
     for page in build.table:
         for i, param in enumerate(build.members[page.index].params):
             place[id(param)] = page
-            if param.requires_grad:
+            if param.is_floating_point():
+                # Also on frozen ones, which may be unfrozen later; torch wants to see the flag.
+                needs_grad = param.requires_grad
+                param.requires_grad_(True)
                 handles.append(param.register_post_accumulate_grad_hook(_leave(host, page, i)))
+                param.requires_grad_(needs_grad)
     resident = set(build.resident)
     for module in root.modules():
         own = [place[id(p)] for p in module.parameters(recurse=False)]

@@ -8,7 +8,7 @@ import torch
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.spill import Ring
-from mt_lightning.engine.steps import Trained
+from mt_lightning.engine.trained import Trained
 from mt_lightning.errors import ConfigError
 from mt_lightning.pager.pool import WeightPool
 from mt_lightning.pages.layout import ParamSpec

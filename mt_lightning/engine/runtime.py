@@ -14,11 +14,12 @@ from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.spill import Ring, Spiller
-from mt_lightning.engine.steps import Steps, Trained
+from mt_lightning.engine.steps import Steps
+from mt_lightning.engine.trained import trained_by
 from mt_lightning.engine.update import SelfCheck, Updater
+from mt_lightning.engine.usage import Usage
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.writer import PageWriter
-from mt_lightning.optim.shadow import Shadow
 from mt_lightning.pager.budget import Budget, Reservation
 from mt_lightning.pager.order import LearnedOrder
 from mt_lightning.pager.pool import PoolEntry, WeightPool
@@ -44,6 +45,7 @@ class Runtime:
     updaters: tuple[Updater, Updater]
     orders: dict[bool, LearnedOrder]
     ring: Ring
+    usage: Usage
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
 
@@ -97,7 +99,7 @@ def start(
         Updater(machine.store, machine.io, stats, machine.clock, ring, spiller, cached, check)
         for _ in range(2)
     )
-    trained = [_trained(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
+    trained = [trained_by(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
     steps = Steps(
         build, trained, gradients, pool, worker, updater, inline, spiller, committer, stats,
         set(plan.spilled), nonfinite,
@@ -117,6 +119,7 @@ def start(
         updaters=(updater, inline),
         orders={True: LearnedOrder(), False: LearnedOrder()},
         ring=ring,
+        usage=Usage(build),
         held=held,
         resident=[],
     )
@@ -124,6 +127,7 @@ def start(
 
 def stop(runtime: Runtime, machine: Machine) -> None:
     """Give all memory back."""
+    runtime.worker.close()
     for entry in runtime.resident:
         runtime.pool.release(entry)
     runtime.resident.clear()
@@ -135,16 +139,4 @@ def stop(runtime: Runtime, machine: Machine) -> None:
             machine.arena.free(frame)
         reservation.free()
     runtime.held.clear()
-    runtime.worker.close()
     machine.arena.trim()
-
-
-def _trained(index: int, optimizer: torch.optim.Optimizer, build: Build) -> Trained:
-    pages = [page for page in build.table if page.layout.optimizer == index]
-    places = {
-        id(param): (page.index, i)
-        for page in pages
-        for i, param in enumerate(build.members[page.index].params)
-    }
-    order = [places[id(param)] for group in optimizer.param_groups for param in group["params"]]
-    return Trained(optimizer, Shadow(optimizer), pages, order)

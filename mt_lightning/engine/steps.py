@@ -11,7 +11,7 @@ plain training.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -19,11 +19,12 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients, PageGrads
 from mt_lightning.engine.spill import Spiller
+from mt_lightning.engine.trained import Trained
 from mt_lightning.engine.update import PageUpdate, Updater
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import Clip, all_finite, clip_coefficient, grad_norm_of, total_norm
-from mt_lightning.optim.shadow import Hyper, Shadow, snapshot
+from mt_lightning.optim.shadow import Hyper, snapshot
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
@@ -38,19 +39,6 @@ class _Due:
     grads: PageGrads
     hyper: Hyper
     clip: Clip
-
-
-@dataclass
-class Trained:
-    """One user optimizer and what belongs to it."""
-
-    optimizer: torch.optim.Optimizer
-    shadow: Shadow
-    pages: list[Page]
-    order: list[tuple[int, int]] = field(default_factory=list)
-    """Page and position of each parameter, in the order of the param groups."""
-    first_hyper: Hyper | None = None
-    """Hyper-parameters of the first step."""
 
 
 class Steps:
@@ -87,6 +75,7 @@ class Steps:
         self._resident = set(build.resident)
         self._armed: int | None = None
         self._eager_clip = Clip()
+        self._submitted: set[int] = set()
         self._hyper: Hyper | None = None
         self._ready: list[Page] = []
         self._due: dict[int, _Due] = {}
@@ -111,6 +100,17 @@ class Steps:
     def before_backward(self) -> None:
         """Finish the step before: units that the forward did not reach are updated now."""
         self.flush()
+
+    def check_open(self, page: Page, name: str) -> None:
+        """Raise StepError when `page` has been updated in this step already."""
+        if page.index in self._submitted:
+            raise StepError(
+                f"{name} got another gradient after its unit had been updated in the same "
+                f"step; a unit "
+                "that runs several times inside checkpoints with use_reentrant=True does that. The "
+                "step is undone. Use use_reentrant=False, or gradient_clip_val to update after "
+                "backward."
+            )
 
     def on_complete(self, page: Page) -> None:
         """Take note that `page` has all its gradients of this backward."""
@@ -149,6 +149,8 @@ class Steps:
             self._gradients.complete(page)
             part = self._gradients.take_ram(page)
             if part is not None:
+                # Its next gradients go there too: a sum lies either in RAM or on disk.
+                self._spilled.add(page.index)
                 self._submit_spill(page, part)
                 return True
         return False
@@ -172,6 +174,7 @@ class Steps:
         if self._hyper is None:
             self._hyper = snapshot(self.trained[self._armed].optimizer)
         self.partial = True
+        self._submitted.add(page.index)
         self._submit(page, _Due(grads, self._hyper, self._eager_clip))
 
     # -- step -------------------------------------------------------------------------------------
@@ -251,7 +254,10 @@ class Steps:
         eager = self._armed == optimizer
         clip = self._eager_clip if eager else self._clips.get(optimizer, Clip())
         self._ready.clear()
+        self.partial = True
         for page in trained.pages:
+            if page.index in self._submitted:
+                continue
             if not eager and page.index in self._due:
                 self._submit_due(page)
             grads = self._take(page)
@@ -264,6 +270,7 @@ class Steps:
                 self._submit(page, due)
             else:
                 self._due[page.index] = due
+        self._submitted.clear()
         self._gradients.expect_clearing(trained.pages)
         self._clips.pop(optimizer, None)
         self.disarm()
@@ -382,6 +389,7 @@ class Steps:
             due.grads.free()
         self._due.clear()
         self._ready.clear()
+        self._submitted.clear()
         self._clips.clear()
         self._gradients.reset()
         self.disarm()

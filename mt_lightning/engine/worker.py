@@ -71,11 +71,14 @@ class UpdateWorker:
         """
         if not self._pending:
             return False
-        job = self._pending.popleft()
+        job = self._pending[0]
         try:
             job.future.result()
         finally:
-            job.on_retire()
+            # An interrupt may end the wait while the job still runs on what it holds.
+            if job.future.done():
+                self._pending.popleft()
+                job.on_retire()
         return True
 
     def retire_page(self, page: int) -> None:

@@ -105,7 +105,8 @@ class Shadow:
         for param, group in zip(params, groups, strict=True):
             members.setdefault(group, []).append(param)
         twin.param_groups = [
-            {**hyper.groups[group], "params": members[group]} for group in sorted(members)
+            {**entries, "params": members.get(index, [])}
+            for index, entries in enumerate(hyper.groups)
         ]
         twin.state = defaultdict(dict)
         for param, state in zip(params, states, strict=True):
@@ -145,7 +146,7 @@ def probe_state(
             f"{shape}: {error}. strategy='megatrain' steps each parameter by itself; an optimizer "
             "that needs all of them at once cannot be paged."
         ) from error
-    after = {k: v for k, v in twin.param_groups[0].items() if k != "params"}
+    after = {k: v for k, v in twin.param_groups[group].items() if k != "params"}
     before = hyper.groups[group]
     changed = [k for k, v in after.items() if k not in before or _differs(v, before[k])]
     attributes = [k for k, v in shadow.attributes.items() if _differs(vars(twin).get(k), kept[k])]
@@ -160,6 +161,39 @@ def probe_state(
             "such as torch.optim.AdamW."
         )
     return dict(twin.state[param]) if param in twin.state else {}
+
+
+def check_separable(optimizer: torch.optim.Optimizer, group: int, num_dims: int) -> None:
+    """Raise ConfigError when a parameter's update depends on another one, or on random numbers.
+
+    Two small parameters with large gradients are stepped together and one by one, on shadows.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values = [torch.randn((4,) * num_dims, generator=generator) for _ in range(4)]
+
+    def step(chosen: list[int]) -> list[torch.Tensor]:
+        params = [values[i].clone() for i in chosen]
+        for param, i in zip(params, chosen, strict=True):
+            param.grad = 100 * values[i + 2]
+        blank: list[dict[str, Any]] = [{} for _ in chosen]
+        Shadow(optimizer).step(snapshot(optimizer), params, [group] * len(chosen), blank)
+        return params
+
+    name, random_state = type(optimizer).__name__, torch.get_rng_state()
+    together = step([0, 1])
+    drew = not torch.equal(torch.get_rng_state(), random_state)
+    torch.set_rng_state(random_state)
+    if drew:
+        raise ConfigError(
+            f"{name} draws random numbers in step(), whose order paging would change. Use an "
+            "optimizer without, such as torch.optim.AdamW."
+        )
+    if not all(torch.equal(a, b) for a, b in zip(together, [*step([0]), *step([1])], strict=True)):
+        raise ConfigError(
+            f"{name} updates a parameter differently when it steps others beside it, so parameters "
+            "cannot be updated one unit at a time. Use an optimizer whose step treats them "
+            "separately, such as torch.optim.AdamW."
+        )
 
 
 def _copy(value: Any) -> Any:

@@ -14,6 +14,7 @@ _CALLBACKS = {
     "ModelPruning": "it replaces parameters by masked copies",
 }
 _WATCHED = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
+_WATCHED_OF_MODULE = (*_WATCHED, "backward")
 
 
 def refuse(trainer: pl.Trainer, checkpoint_io: CheckpointIO) -> None:
@@ -50,7 +51,12 @@ def eager_reason(
         return "gradients are clipped by their norm"
     if nonfinite != "propagate":
         return f"nonfinite={nonfinite!r} looks at all gradients first"
-    for name in _WATCHED:
-        if getattr(type(model), name) is not getattr(pl.LightningModule, name):
+    for name in _WATCHED_OF_MODULE:
+        own = getattr(type(model), name) is not getattr(pl.LightningModule, name)
+        if own or name in vars(model):
             return f"the module overrides {name}"
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        for name in _WATCHED[1:]:
+            if getattr(type(callback), name) is not getattr(pl.Callback, name):
+                return f"{type(callback).__name__} overrides {name}"
     return None

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ def mark(name: str) -> None:
     path = os.environ.get(_MARKS_VARIABLE)
     if path:
         with open(path, "a") as file:
-            file.write(json.dumps([name, time.monotonic()]) + "\n")
+            file.write(json.dumps([name, asdict(_sample(os.getpid()))]) + "\n")
 
 
 def report(**values: Any) -> None:
@@ -64,7 +64,8 @@ class Measurement:
     """What a script used and said."""
 
     samples: list[Sample] = field(default_factory=list)
-    marks: list[tuple[str, float]] = field(default_factory=list)
+    marks: list[tuple[str, Sample]] = field(default_factory=list)
+    """Names of phases, and the memory that the script saw itself use when they began."""
     result: dict[str, Any] = field(default_factory=dict)
 
     def between(self, start: str | None = None, end: str | None = None) -> list[Sample]:
@@ -84,13 +85,13 @@ class Measurement:
         return max(sample.anon_bytes + sample.file_bytes for sample in self.between(start, end))
 
     def bytes_at(self, name: str) -> int:
-        """Return the anonymous memory at the first sample after a mark."""
-        return self.between(name)[0].anon_bytes
+        """Return the anonymous memory at a mark."""
+        return self._at(name).anon_bytes
 
     def file_growth_bytes(self, start: str, end: str) -> int:
         """Return by how much file memory exceeded, between two marks, what it was at the first."""
         samples = self.between(start, end)
-        return max(sample.file_bytes for sample in samples) - samples[0].file_bytes
+        return max(sample.file_bytes for sample in samples) - self._at(start).file_bytes
 
     def summary(self) -> dict[str, Any]:
         """Return peak and final memory of every phase in MiB, and the result: ready for JSON."""
@@ -111,11 +112,12 @@ class Measurement:
         return any(first <= sample.time_s <= last for sample in self.samples)
 
     def _time_of(self, name: str | None, default: float) -> float:
-        if name is None:
-            return default
-        times = [when for each, when in self.marks if each == name]
-        assert times, f"the script never marked {name!r}; marks: {self.marks}"
-        return times[0]
+        return default if name is None else self._at(name).time_s
+
+    def _at(self, name: str) -> Sample:
+        found = [sample for each, sample in self.marks if each == name]
+        assert found, f"the script never marked {name!r}; marks: {self.marks}"
+        return found[0]
 
 
 def run_measured(
@@ -155,7 +157,7 @@ def run_measured(
         lines = marks.read_text().splitlines() if marks.exists() else []
         return Measurement(
             samples=samples,
-            marks=[(name, when) for name, when in map(json.loads, lines)],
+            marks=[(name, Sample(**fields)) for name, fields in map(json.loads, lines)],
             result=json.loads(result.read_text()) if result.exists() else {},
         )
 

@@ -1,0 +1,36 @@
+"""One user optimizer and the pages it trains."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from mt_lightning.engine.build import Build
+from mt_lightning.optim.shadow import Hyper, Shadow
+from mt_lightning.pages.table import Page
+
+
+@dataclass
+class Trained:
+    """One user optimizer and what belongs to it."""
+
+    optimizer: torch.optim.Optimizer
+    shadow: Shadow
+    pages: list[Page]
+    order: list[tuple[int, int]] = field(default_factory=list)
+    """Page and position of each parameter, in the order of the param groups."""
+    first_hyper: Hyper | None = None
+    """Hyper-parameters of the first step."""
+
+
+def trained_by(index: int, optimizer: torch.optim.Optimizer, build: Build) -> Trained:
+    """Return what the optimizer of this index trains."""
+    pages = [page for page in build.table if page.layout.optimizer == index]
+    places = {
+        id(param): (page.index, i)
+        for page in pages
+        for i, param in enumerate(build.members[page.index].params)
+    }
+    order = [places[id(param)] for group in optimizer.param_groups for param in group["params"]]
+    return Trained(optimizer, Shadow(optimizer), pages, order)

@@ -17,13 +17,13 @@ help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 demo: install  ## fine-tune SmolLM2-135M on Shakespeare; ARGS="..." are overrides
-	@$(BIN)/megatrain demo $(ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/megatrain demo $(ARGS)
 
 test: lint  ## everything that must hold before a commit
-	@$(BIN)/python -m pytest $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 test-slow: lint  ## the same, with the long tests
-	@$(BIN)/python -m pytest --slow $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --slow $(PYTEST_ARGS)
 
 lint: install-dev  ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .

@@ -195,11 +195,13 @@ class Attached:
         finite = bool(torch.isfinite(loss.detach()).all())
         if finite and self._stats.steps:
             return
-        for name in run.usage.read_outside(loss):
+        outside = set(run.usage.read_outside(loss))
+        if outside:
             raise StepError(
-                f"{name} was read outside the forward of its module, where its weights are not in "
-                "memory (a penalty over all parameters, or a functional call, does that). "
-                "Nothing was "
+                f"read outside the forward of their modules, where weights are not in memory "
+                f"(a penalty "
+                f"over all parameters, or a functional call, does that): {_list(outside)}. "
+                f"Nothing was "
                 "changed. Use the optimizer's weight_decay for a penalty, or name the class of the "
                 "module that reads the weights in units=[...]."
             )

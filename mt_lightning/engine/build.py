@@ -155,14 +155,14 @@ def _state_layout(
             shape = (_PROBE_NUMEL,) if sliced else spec.shape
             key = (layout.optimizer, group, shape, spec.dtype)
             if key not in probes:
-                if not type(optimizer).__module__.startswith("torch.optim."):
-                    check_separable(optimizer, group, len(spec.shape))
                 probes[key] = {
                     name: value.to("meta")
                     if isinstance(value, torch.Tensor) and value.dim()
                     else value
                     for name, value in probe_state(optimizer, group, shape, spec.dtype).items()
                 }
+                if not type(optimizer).__module__.startswith("torch.optim."):
+                    check_separable(optimizer, group, len(spec.shape))
             state = probes[key]
         found.append(
             {

@@ -190,8 +190,9 @@ def check_separable(optimizer: torch.optim.Optimizer, group: int, num_dims: int)
         )
     if not all(torch.equal(a, b) for a, b in zip(together, [*step([0]), *step([1])], strict=True)):
         raise ConfigError(
-            f"{name} updates a parameter differently when it steps others beside it, so parameters "
-            "cannot be updated one unit at a time. Use an optimizer whose step treats them "
+            f"{name} couples its parameters: one is updated differently when others step "
+            f"beside it, so "
+            "they cannot be updated one unit at a time. Use an optimizer whose step treats them "
             "separately, such as torch.optim.AdamW."
         )
 

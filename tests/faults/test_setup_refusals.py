@@ -269,14 +269,7 @@ OPTIMIZERS = {
 }
 
 
-_UNSEEN = ("norm inside",)
-_NOT_YET = pytest.mark.xfail(strict=True, reason="the trial step looks at one parameter")
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=[_NOT_YET] if kind in _UNSEEN else []) for kind in OPTIMIZERS],
-)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_optimizer(tmp_path: Path, kind: str) -> None:
     make, expected = OPTIMIZERS[kind]
     message = refused(_With(make), tmp_path)

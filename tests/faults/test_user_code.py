@@ -84,20 +84,15 @@ class Hidden(Net):
         return super().loss(batch, batch_idx) + torch.nan_to_num(weight.pow(2).sum()) * 1e-3
 
 
-OUTSIDE = pytest.mark.xfail(
-    strict=True, reason="a weight read outside its unit is found only where that unit never runs"
-)
-
-
 @pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.1}], ids=["eager", "deferred"])
 @pytest.mark.parametrize(
     ("kind", "name", "completed"),
     [
         (Functional, "layers.0.linear.weight", 0),
-        pytest.param(FunctionalToo, "layers.1.linear.weight", 0, marks=OUTSIDE),
-        pytest.param(Penalty, "layers.0.linear.weight", 0, marks=OUTSIDE),
-        pytest.param(LatePenalty, "layers.0.linear.weight", 2, marks=OUTSIDE),
-        pytest.param(Hidden, "layers.1.linear.weight", 0, marks=OUTSIDE),
+        (FunctionalToo, "layers.1.linear.weight", 0),
+        (Penalty, "layers.0.linear.weight", 0),
+        (LatePenalty, "layers.0.linear.weight", 2),
+        (Hidden, "layers.1.linear.weight", 0),
     ],
 )
 def test_weight_read_outside_its_unit(
@@ -132,7 +127,6 @@ class ReplacedData(Net):
             param.data = torch.full_like(param, 0.01)
 
 
-@pytest.mark.xfail(strict=True, reason="what is put into param.data during a run is dropped")
 def test_replacing_the_data_of_a_weight_is_not_ignored(tmp_path: Path) -> None:
     module, plain = ReplacedData(), ReplacedData()
     fit(plain, tmp_path)

@@ -151,9 +151,6 @@ class Tunable(Net):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what is loaded into parameters that stay in memory is not written"
-)
 def test_lr_find_then_fit(tmp_path: Path) -> None:
     found = []
     for strategy in (mt.MegaTrainStrategy(tmp_path / "pages"), "auto"):

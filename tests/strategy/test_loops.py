@@ -57,9 +57,6 @@ def test_a_loop_without_a_fit(tmp_path: Path, loop: str) -> None:
     assert_usable(module, start)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what is loaded into parameters that stay in memory is not written"
-)
 @pytest.mark.parametrize("loop", ["validate", "predict"])
 def test_a_loop_with_a_checkpoint(tmp_path: Path, loop: str) -> None:
     path = tmp_path / "some.ckpt"
@@ -78,9 +75,6 @@ class ResetsAtEnd(Net):
             self.scale.fill_(2.0)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what is written to parameters that stay in memory is not kept"
-)
 def test_writing_to_a_parameter_that_stays_in_memory(tmp_path: Path) -> None:
     module, plain = ResetsAtEnd(), ResetsAtEnd()
     fit(module, tmp_path, "megatrain")

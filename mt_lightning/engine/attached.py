@@ -383,9 +383,8 @@ class Attached:
 
 
 _ADDED = (
-    "strategy='megatrain' lays pages out by optimizer when fit starts. Give every parameter "
-    "that will "
-    "ever be trained to the optimizer in configure_optimizers, and freeze by requires_grad=False."
+    "Give every parameter that will ever be trained to the optimizer in configure_optimizers, and "
+    "freeze by requires_grad=False."
 )
 
 

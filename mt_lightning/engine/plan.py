@@ -162,6 +162,8 @@ def make_plan(
     turns = [build.units[0], build.units[-1]] if build.units else []
     kept = [spare + need - cached_bytes - _beside_weights(unit, build, trains) for unit in turns]
     absent = sum(max(0, weights - max(0, bytes_kept)) for bytes_kept in kept)
+    # An eager step takes the last micro-batch's gradients without a detour.
+    num_spills = micro_batches - (schedule == "eager")
     updated = trained + [page for page in resident if trains and page.layout.optimizer is not None]
     return Plan(
         num_units=len(build.units),
@@ -187,9 +189,9 @@ def make_plan(
         read_bytes=absent * micro_batches
         + sum(page.state_layout.nbytes for page in trained)
         - cached_bytes
-        + spilled_bytes * micro_batches,
+        + spilled_bytes * num_spills,
         written_bytes=sum(page.layout.nbytes + page.state_layout.nbytes for page in updated)
-        + spilled_bytes * micro_batches,
+        + spilled_bytes * num_spills,
     )
 
 

@@ -90,7 +90,8 @@ class Steps:
 
     def arm(self, optimizer: int, clip_value: float | None = None) -> None:
         """Let the coming backward update pages of `optimizer` as their gradients complete."""
-        self._armed, self._hyper = optimizer, None
+        # Taken here: a replay would show the forward's autocast region, which the step is not in.
+        self._armed, self._hyper = optimizer, snapshot(self.trained[optimizer].optimizer)
         self._eager_clip = Clip(value=clip_value)
 
     def disarm(self) -> None:
@@ -166,13 +167,11 @@ class Steps:
         return self._gradients.take(page)
 
     def _submit_eager(self, page: Page) -> None:
-        assert self._armed is not None
+        assert self._hyper is not None
         self._gradients.check_cleared(page)
         grads = self._take(page)
         if grads is None:
             return
-        if self._hyper is None:
-            self._hyper = snapshot(self.trained[self._armed].optimizer)
         self.partial = True
         self._submitted.add(page.index)
         self._submit(page, _Due(grads, self._hyper, self._eager_clip))

@@ -9,14 +9,17 @@ log = logging.getLogger(__name__)
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_THRESHOLD_BYTES = 1 << 20
+_M_ARENA_MAX = -8
+_THRESHOLD_BYTES = 512 << 10
+_NUM_ARENAS = 2
 
 
 def return_freed_memory() -> None:
-    """Serve blocks of 1 MiB and more by mappings of their own, for the whole process.
+    """Serve blocks of 512 KiB and more by mappings of their own, for the whole process.
 
     By default glibc raises this threshold to 32 MiB after the first large block is freed. Freed
-    gradients and activations then stay in the heap, beside the budget, and split it up.
+    gradients and activations then stay in the heap, beside the budget, and split it up. Each thread
+    would also get a heap of its own; two are enough for all.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
@@ -24,3 +27,4 @@ def return_freed_memory() -> None:
         return
     libc.mallopt(_M_MMAP_THRESHOLD, _THRESHOLD_BYTES)
     libc.mallopt(_M_TRIM_THRESHOLD, _THRESHOLD_BYTES)
+    libc.mallopt(_M_ARENA_MAX, _NUM_ARENAS)

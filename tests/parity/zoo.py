@@ -29,7 +29,7 @@ from .networks import GPT, ConvNet
 VOCAB_SIZE = 512
 NUM_TOKENS = 16
 WIDTH = 64
-NUM_LAYERS = 4
+NUM_LAYERS = 3
 
 MODELS = ("gpt", "llama", "gpt2", "qwen3_moe", "mixtral", "t5", "bert", "vit", "convnet")
 USER_WRITTEN = frozenset({"gpt", "convnet"})
@@ -101,7 +101,7 @@ def _gpt(dropout: float, tied: bool) -> nn.Module:
 
 def _convnet(dropout: float, tied: bool) -> nn.Module:
     del tied
-    return ConvNet(64, 5, 10, dropout)
+    return ConvNet(64, 4, 10, dropout)
 
 
 def _llama(dropout: float, tied: bool) -> nn.Module:
@@ -185,8 +185,8 @@ def _t5(dropout: float, tied: bool) -> nn.Module:
         d_model=WIDTH,
         d_kv=16,
         d_ff=512,
-        num_layers=3,
-        num_decoder_layers=3,
+        num_layers=2,
+        num_decoder_layers=2,
         num_heads=4,
         dropout_rate=dropout,
         use_cache=False,

@@ -131,6 +131,14 @@ class Gradients:
         """Return pages whose backward has not been completed, in order of first arrival."""
         return [self._table[index] for index in dict.fromkeys((*self._arriving, *self._expected))]
 
+    def in_ram(self) -> list[Page]:
+        """Return pages that hold gradients in RAM."""
+        return [
+            self._table[index]
+            for index, held in self._grads.items()
+            if any(grad is not None for grad in held.ram)
+        ]
+
     def take_ram(self, page: Page) -> PageGrads | None:
         """Hand over what the page holds in RAM; the spilled part stays known."""
         held = self._grads.get(page.index)

@@ -143,7 +143,7 @@ class Steps:
         """
         if self._worker.retire_oldest():
             return True
-        for page in (*self._gradients.unfinished(), *self._ready):
+        for page in (*self._gradients.unfinished(), *self._ready, *self._gradients.in_ram()):
             entry = self._pool.entry(page)
             if page.index in self._resident or (entry is not None and entry.pins):
                 continue

@@ -10,12 +10,12 @@ log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-_THRESHOLD_BYTES = 512 << 10
+_THRESHOLD_BYTES = 64 << 10
 _NUM_ARENAS = 2
 
 
 def return_freed_memory() -> None:
-    """Serve blocks of 512 KiB and more by mappings of their own, for the whole process.
+    """Serve blocks of 64 KiB and more by mappings of their own, for the whole process.
 
     By default glibc raises this threshold to 32 MiB after the first large block is freed. Freed
     gradients and activations then stay in the heap, beside the budget, and split it up. Each thread

@@ -50,15 +50,6 @@ class Parking:
                 changed.append(i)
         return changed
 
-    def forget(self) -> None:
-        """Let go of all mappings."""
-        self._parked.clear()
-
-    @property
-    def parked(self) -> bool:
-        """Whether parameters are parked."""
-        return bool(self._parked)
-
 
 def _view(mapping: PrivateMapping, spec: ParamSpec) -> torch.Tensor:
     flat = mapping.tensor(spec.offset, spec.nbytes).view(spec.dtype)

@@ -14,10 +14,3 @@ def placeholder(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     kinds = dtype.is_floating_point or dtype.is_complex
     value = float("nan") if kinds else torch.iinfo(dtype).min if dtype != torch.bool else False
     return torch.full((1,) * len(shape), value, dtype=dtype, device=device).expand(shape)
-
-
-def is_placeholder(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` is a placeholder (or cannot be told from one)."""
-    return tensor.numel() > 1 and all(
-        step == 0 for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
-    )

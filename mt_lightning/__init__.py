@@ -18,6 +18,7 @@ from mt_lightning.errors import (
     StepError,
     StorageError,
 )
+from mt_lightning.optim.compressed_adamw import CompressedAdamW
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
 from mt_lightning.plugins.precision import MegaTrainPrecision
 from mt_lightning.strategy import MegaTrainStrategy, grad_norm
@@ -31,6 +32,7 @@ __version__ = "0.1.0"
 __all__ = [
     "BudgetError",
     "CausalLMModule",
+    "CompressedAdamW",
     "ConfigError",
     "CorruptPageError",
     "MegaTrainError",

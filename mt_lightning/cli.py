@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 from rich.text import Text
 
+from mt_lightning.commands.bench import add_bench_parser, run_bench
 from mt_lightning.commands.doctor import diagnose
+from mt_lightning.commands.export import add_export_parser, run_export
 from mt_lightning.commands.finding import Status, findings_table
 from mt_lightning.commands.settings import (
     CONFIG_NAME,
@@ -77,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     options, rest = parser.parse_known_args(given)
     try:
-        if options.command == "doctor":
+        if options.command in _TOOLS:
             if rest:
-                parser.error(f"doctor does not take {' '.join(rest)}")
-            return _doctor(options)
+                parser.error(f"{options.command} does not take {' '.join(rest)}")
+            return _TOOLS[options.command](options)
         # Flags of Hydra and overrides may be mixed: take them all as they were written.
         return _train(options.command, given[given.index(options.command) + 1 :])
     except KeyboardInterrupt:
@@ -114,6 +116,8 @@ def _parser() -> argparse.ArgumentParser:
         "--dir", type=Path, default=Path(), help="where pages would lie (default: here)"
     )
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_bench_parser(commands)
+    add_export_parser(commands)
     return parser
 
 
@@ -124,6 +128,13 @@ def _doctor(options: argparse.Namespace) -> int:
     else:
         Console().print(findings_table(findings))
     return 1 if any(finding.status is Status.BAD for finding in findings) else 0
+
+
+_TOOLS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "doctor": _doctor,
+    "bench": run_bench,
+    "export": run_export,
+}
 
 
 def _train(command: str, arguments: Sequence[str]) -> int:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.profiler import record_function
 
+from mt_lightning.engine.exchange import give_state, take_state
 from mt_lightning.engine.machine import Machine
-from mt_lightning.engine.optimizer_state import StateImporter, export_state
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.units import Unit
@@ -46,6 +46,7 @@ class Attached:
         self._in_backward = False
         self._lingering: list[Unit] = []
         self._whole: list[Page] = []
+        run.pool.relieve = self._relieve
 
     # -- forward and backward ---------------------------------------------------------------------
     def enter(self, unit: Unit, *, backward: bool) -> None:
@@ -125,6 +126,17 @@ class Attached:
     def _end_lingering(self) -> None:
         while self._lingering:
             self._let_go(self._lingering.pop())
+
+    def _relieve(self) -> bool:
+        """Give memory back when the pool has none; False when nothing can be given."""
+        if not self._lingering:
+            return self.run.steps.relieve()
+        # A gradient that came before its unit's replay: the unit before it is as good as done.
+        with torch.inference_mode(False), torch.no_grad():
+            self._end_lingering()
+            self._complete(self._whole)
+            self.run.steps.submit_ready()
+        return True
 
     def _end_dead_backward(self) -> None:
         """Notice a backward that raised, whose end autograd never announces.
@@ -355,31 +367,14 @@ class Attached:
         """Return an optimizer's state by position of the parameter, as views of mapped files."""
         self._undo_partial_step()
         self.drain()
-        return export_state(self.run.build, self.run.steps.trained[optimizer], self._machine.store)
+        return give_state(self.run, self._machine, optimizer)
 
     def load_optimizer_state(self, optimizer: int, state: dict[int, dict[str, Any]]) -> None:
         """Take an optimizer's state in, page by page, and commit it."""
         self.drain()
         if state:
-            self.import_state(optimizer, state)
+            take_state(self.run, self._machine, optimizer, state)
             self.run.steps.commit_now()
-
-    def import_state(self, optimizer: int, state: dict[int, dict[str, Any]]) -> None:
-        """Write an optimizer's state to pages."""
-        trained = self.run.steps.trained[optimizer]
-        importer = StateImporter(
-            self._machine.store,
-            self._machine.io,
-            self.run.pool,
-            self._machine.arena,
-            self.run.ring,
-        )
-        by_place = {place: state.get(i, {}) for i, place in enumerate(trained.order)}
-        for page in trained.pages:
-            states = [by_place.get((page.index, i), {}) for i in range(len(page.layout.params))]
-            self.run.updaters[0].touched |= importer.load(page, states)
-        for updater in self.run.updaters:
-            updater.forget()
 
 
 _ADDED = (

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
 
+from mt_lightning.engine.state_plan import StatePlanner
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import ConfigError
-from mt_lightning.optim.shadow import check_separable, probe_state
-from mt_lightning.optim.support import check_supported, is_elementwise
-from mt_lightning.pages.layout import PageLayout, fingerprint, lay_out, memory_order
-from mt_lightning.pages.sizes import BLOCK_BYTES
-from mt_lightning.pages.state import StateLayout, sliced_state, whole_state
+from mt_lightning.optim.codec import StateCodec
+from mt_lightning.optim.support import check_supported
+from mt_lightning.pages.layout import fingerprint, lay_out, memory_order, strided_span
+from mt_lightning.pages.packed import Packing
 from mt_lightning.pages.table import PageTable, new_page
-
-_PROBE_NUMEL = 3
 
 
 @dataclass
@@ -26,6 +23,11 @@ class Members:
 
     params: list[nn.Parameter]
     groups: list[int]
+    """Param group of each, in its optimizer."""
+    positions: list[int]
+    """Position of each among all parameters of its optimizer."""
+    packings: list[Packing]
+    """How the state of each is packed; empty where it is not."""
 
 
 @dataclass
@@ -37,12 +39,34 @@ class Build:
         table: The page table.
         members: For each page, its parameters.
         resident: Indices of the pages that no unit holds.
+        codecs: For each optimizer, how its state is kept.
     """
 
     units: list[Unit]
     table: PageTable
     members: list[Members]
     resident: list[int]
+    codecs: list[StateCodec]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a parameter stands among the optimizers."""
+
+    optimizer: int | None = None
+    group: int = 0
+    position: int = 0
+
+
+@dataclass
+class _Named:
+    """A parameter on its way to a page."""
+
+    name: str
+    param: nn.Parameter
+    place: _Place
+    stride: tuple[int, ...]
+    packing: Packing | None = None
 
 
 def build_pages(
@@ -51,6 +75,7 @@ def build_pages(
     optimizers: list[torch.optim.Optimizer],
     orders: dict[int, tuple[int, ...]],
     slice_bytes: int,
+    codecs: list[StateCodec],
 ) -> Build:
     """Lay out every parameter of `root`.
 
@@ -60,49 +85,63 @@ def build_pages(
         optimizers: The user's optimizers, empty for validation and prediction.
         orders: Strides by `id` of a parameter, for parameters that hold placeholders now.
         slice_bytes: Length of an update slice in the weight plane.
+        codecs: How the state of each optimizer is kept.
     """
     owner = _optimizer_of(root, optimizers)
     holders = _unit_sets(root, units)
-    sorted_params: dict[tuple[tuple[int, ...], int | None], list[tuple[str, nn.Parameter]]] = {}
+    sorted_params: dict[tuple[tuple[int, ...], int | None], list[_Named]] = {}
     for name, param in root.named_parameters():
-        place = owner.get(id(param))
-        key = (holders[id(param)], place[0] if place else None)
-        sorted_params.setdefault(key, []).append((name, param))
+        place = owner.get(id(param), _Place())
+        named = _Named(name, param, place, orders.get(id(param)) or memory_order(param))
+        if place.optimizer is not None:
+            group = optimizers[place.optimizer].param_groups[place.group]
+            named.packing = codecs[place.optimizer].packing(group, param.shape, named.stride)
+        sorted_params.setdefault((holders[id(param)], place.optimizer), []).append(named)
 
-    layouts, members = [], []
+    layouts, members, resident = [], [], []
     for unit in units:
         unit.pages.clear()
-    resident = []
     for (holding, optimizer), named in sorted_params.items():
         index = len(layouts)
-        described: list[tuple[str, torch.Tensor, tuple[int, ...]]] = [
-            (n, p, orders.get(id(p)) or memory_order(p)) for n, p in named
-        ]
-        layouts.append(lay_out(index, tuple(units[u].name for u in holding), optimizer, described))
+        packings = [n.packing for n in named if n.packing is not None]
+        if packings:
+            _check_packable(named)
+        layouts.append(
+            lay_out(
+                index,
+                tuple(units[u].name for u in holding),
+                optimizer,
+                [(n.name, n.param, n.stride) for n in named],
+                packed=bool(packings),
+            )
+        )
         members.append(
-            Members([p for _, p in named], [owner.get(id(p), (0, 0))[1] for _, p in named])
+            Members(
+                [n.param for n in named],
+                [n.place.group for n in named],
+                [n.place.position for n in named],
+                packings,
+            )
         )
         for u in holding:
             units[u].pages.append(index)
         if not holding:
             resident.append(index)
-    probes: dict[Any, dict[str, Any]] = {}
-    pages = [
-        new_page(
-            layout, _state_layout(layout, members[layout.index], optimizers, slice_bytes, probes)
-        )
-        for layout in layouts
-    ]
-    return Build(units, PageTable(pages, fingerprint(layouts)), members, resident)
+    planner = StatePlanner(optimizers, codecs, slice_bytes)
+    pages = []
+    for layout, mine in zip(layouts, members, strict=True):
+        state = planner.lay_out(layout, mine.params, mine.groups, mine.packings)
+        pages.append(new_page(layout, state))
+    formats = [page.state_layout.formats for page in pages]
+    return Build(units, PageTable(pages, fingerprint(layouts, formats)), members, resident, codecs)
 
 
-def _optimizer_of(
-    root: nn.Module, optimizers: list[torch.optim.Optimizer]
-) -> dict[int, tuple[int, int]]:
+def _optimizer_of(root: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[int, _Place]:
     names = {id(param): name for name, param in root.named_parameters()}
-    owner: dict[int, tuple[int, int]] = {}
+    owner: dict[int, _Place] = {}
     for index, optimizer in enumerate(optimizers):
         check_supported(optimizer)
+        position = 0
         for group_index, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 if id(param) not in names:
@@ -116,7 +155,8 @@ def _optimizer_of(
                         f"{names[id(param)]} is in two optimizers; strategy='megatrain' needs each "
                         "parameter in one. Remove it from one in configure_optimizers."
                     )
-                owner[id(param)] = (index, group_index)
+                owner[id(param)] = _Place(index, group_index, position)
+                position += 1
     return owner
 
 
@@ -135,52 +175,15 @@ def _unit_sets(root: nn.Module, units: list[Unit]) -> dict[int, tuple[int, ...]]
     return {key: tuple(value) for key, value in holders.items()}
 
 
-def _state_layout(
-    layout: PageLayout,
-    members: Members,
-    optimizers: list[torch.optim.Optimizer],
-    slice_bytes: int,
-    probes: dict[Any, dict[str, Any]],
-) -> StateLayout:
-    if layout.optimizer is None:
-        return StateLayout(True, (), (), 0)
-    optimizer = optimizers[layout.optimizer]
-    sliced = is_elementwise(optimizer) and all(spec.dense for spec in layout.params)
-    found: list[dict[str, torch.Tensor]] = []
-    for param, group, spec in zip(members.params, members.groups, layout.params, strict=True):
-        given = optimizer.state.get(param)
-        if given:
-            state = given
-        else:
-            shape = (_PROBE_NUMEL,) if sliced else spec.shape
-            key = (layout.optimizer, group, shape, spec.dtype)
-            if key not in probes:
-                probes[key] = {
-                    name: value.to("meta")
-                    if isinstance(value, torch.Tensor) and value.dim()
-                    else value
-                    for name, value in probe_state(optimizer, group, shape, spec.dtype).items()
-                }
-                if not type(optimizer).__module__.startswith("torch.optim."):
-                    check_separable(optimizer, group, len(spec.shape))
-            state = probes[key]
-        found.append(
-            {
-                k: v
-                for k, v in state.items()
-                if isinstance(v, torch.Tensor) and v.dim() and v.numel()
-            }
-        )
-    if sliced and all(
-        value.numel() in (spec.numel, _PROBE_NUMEL) and value.dtype == spec.dtype
-        for spec, state in zip(layout.params, found, strict=True)
-        for value in state.values()
-    ):
-        return sliced_state(layout, [tuple(state) for state in found], slice_bytes)
-    shapes = [{k: (tuple(v.shape), v.dtype) for k, v in state.items()} for state in found]
-    if sliced:
-        raise ConfigError(
-            f"{type(optimizer).__name__} keeps state of another shape or dtype than its parameters "
-            f"in page {layout.key}, which slices cannot follow."
-        )
-    return whole_state(layout, shapes, BLOCK_BYTES)
+def _check_packable(named: list[_Named]) -> None:
+    for n in named:
+        if n.param.dtype != torch.float32:
+            raise ConfigError(
+                f"{n.name} is {n.param.dtype}; packed optimizer state is for float32 parameters. "
+                "Set optimizer_compression=False or 'lossless', or keep the parameter in float32."
+            )
+        if strided_span(tuple(n.param.shape), n.stride) != n.param.numel():
+            raise ConfigError(
+                f"{n.name} has gaps in memory (strides {n.stride}), which packed optimizer state "
+                "cannot follow. Make it contiguous() before training."
+            )

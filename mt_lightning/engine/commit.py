@@ -43,6 +43,9 @@ class Committer:
                 flat = [value for chunk in plane.sums for value in chunk]
                 sums[plane.key] = np.array(flat, dtype=np.uint64)
         tensors, values = _small_state(self._table)
+        for plane in self._table.planes():
+            if plane.lengths:
+                tensors[f"{plane.key}/lengths"] = torch.tensor(plane.lengths)
         self._log.write(
             CommitRecord(
                 sequence=self._sequence,

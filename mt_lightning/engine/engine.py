@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from mt_lightning.engine import birth, runtime
 from mt_lightning.engine.attached import Attached
 from mt_lightning.engine.build import Build, build_pages
 from mt_lightning.engine.commit import Committer
+from mt_lightning.engine.exchange import take_state
 from mt_lightning.engine.executor import Executor
 from mt_lightning.engine.facade import OptimizerFacade
 from mt_lightning.engine.hooks import attach_hooks
@@ -36,10 +38,13 @@ from mt_lightning.engine.machine import Machine, check_disk, ram_limit_bytes
 from mt_lightning.engine.optimizer_state import export_state
 from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
+from mt_lightning.engine.plain import PlainState
 from mt_lightning.engine.plan import Plan, make_plan
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.units import find_units
+from mt_lightning.engine.workspace import Workspace
 from mt_lightning.errors import ConfigError
+from mt_lightning.optim.codec import codec_for
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
 from mt_lightning.pages.table import Page
@@ -166,12 +171,20 @@ class Engine:
             ConfigError: The model or an optimizer cannot be paged.
         """
         assert self._live is None
+        codecs = [codec_for(o, self.options.optimizer_compression) for o in optimizers]
         old = self._build if self._build is not None and self._knows(self._build) else None
         if old is not None and not optimizers:
             build = old
         else:
             units = find_units(self.root, self.options.units)
-            build = build_pages(self.root, units, list(optimizers), self._unborn, self._slice_bytes)
+            build = build_pages(
+                self.root,
+                units,
+                list(optimizers),
+                self._unborn,
+                self._slice_bytes,
+                codecs,
+            )
         plan = make_plan(
             build,
             ram_limit_bytes=ram_limit_bytes(self.options.max_ram_gb),
@@ -219,7 +232,7 @@ class Engine:
             for index, facade in enumerate(self._facades):
                 taken.append(facade.take())
                 if taken[-1]:
-                    live.import_state(index, taken[-1])
+                    take_state(run, self.machine, index, taken[-1])
             run.steps.commit_now(weights=True)
         except BaseException:
             run.worker.abandon()
@@ -316,6 +329,12 @@ class Engine:
         with torch.inference_mode(False), torch.no_grad():
             for page in run.build.table:
                 self._parking.park(page)
+            workspace = Workspace(self.machine.arena)
             for facade, trained in zip(self._facades, run.steps.trained, strict=True):
-                facade.show(export_state(run.build, trained, self.machine.store))
+                plain = PlainState(self.machine.store, self.machine.io, workspace)
+                give = partial(export_state, run.build, trained, plain)
+                if trained.codec.coded:
+                    facade.show_later(give)
+                else:
+                    facade.show(give())
         self._facades, self._executors, self._handles = [], [], []

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from mt_lightning.engine.lazy_state import LazyState
 from mt_lightning.errors import StepError
 
 _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
@@ -94,18 +95,25 @@ class OptimizerFacade:
             else:
                 self._optimizer.__dict__[name] = kept
 
+    @property
+    def _params(self) -> list[torch.Tensor]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
     def show(self, state: dict[int, dict[str, Any]]) -> None:
         """Let the detached optimizer's own `state` show what the pages hold."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        self._optimizer.state = defaultdict(dict, {params[i]: s for i, s in state.items()})
+        self._optimizer.state = defaultdict(dict, self._by_param(state))
+
+    def show_later(self, give: Callable[[], dict[int, dict[str, Any]]]) -> None:
+        """Let it show what `give` returns once somebody looks."""
+        self._optimizer.state = LazyState(lambda: self._by_param(give()))
+
+    def _by_param(self, state: dict[int, dict[str, Any]]) -> dict[torch.Tensor, dict[str, Any]]:
+        params = self._params
+        return {params[position]: entries for position, entries in state.items()}
 
     def take(self) -> dict[int, dict[str, Any]]:
         """Remove and return what the optimizer's own `state` holds."""
-        params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        state = {
-            i: dict(self._optimizer.state[p])
-            for i, p in enumerate(params)
-            if p in self._optimizer.state
-        }
+        held = self._optimizer.state
+        state = {i: dict(held[p]) for i, p in enumerate(self._params) if p in held}
         self._optimizer.state = defaultdict(dict)
         return state

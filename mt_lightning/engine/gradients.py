@@ -80,6 +80,7 @@ class Gradients:
         self._grads: dict[int, PageGrads] = {}
         self._expected: dict[int, list[Reservation]] = {}
         self._arriving: dict[int, list[tuple[int, Download]]] = {}
+        self._early: set[int] = set()
         self._stepped: set[int] = set()
 
     def expect(self, page: Page) -> None:
@@ -88,6 +89,10 @@ class Gradients:
         On a CPU those are real allocations of the host. A page that several units use is reserved
         once per use: autograd holds one partial sum for each until the last one is added.
         """
+        if page.index in self._early:
+            # A gradient that needs nothing saved by the unit came before its replay.
+            self._early.discard(page.index)
+            return
         nbytes = page.layout.grad_bytes
         if nbytes and page.index not in self._resident:
             what = f"the gradients of page {page.layout.key} ({', '.join(page.layout.units)})"
@@ -99,6 +104,7 @@ class Gradients:
         """Take a gradient from autograd; True when all `needed` of this backward have arrived."""
         if page.index not in self._expected:
             self.expect(page)
+            self._early.add(page.index)
         arriving = self._arriving.setdefault(page.index, [])
         arriving.append((param, self._link.download(grad)))
         return len(arriving) == needed
@@ -106,6 +112,7 @@ class Gradients:
     def complete(self, page: Page) -> bool:
         """Take in what arrived in one backward, settle its reservations; False if nothing did."""
         expected = self._expected.pop(page.index, [])
+        self._early.discard(page.index)
         arriving = self._arriving.pop(page.index, [])
         took_in = bool(arriving)
         if arriving:
@@ -187,6 +194,7 @@ class Gradients:
             for reservation in reservations:
                 reservation.free()
         self._expected.clear()
+        self._early.clear()
         self._stepped.clear()
         self._arriving.clear()
 

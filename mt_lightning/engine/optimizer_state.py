@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from mt_lightning.engine.build import Build
-from mt_lightning.engine.spill import Ring
+from mt_lightning.engine.plain import PlainState
 from mt_lightning.engine.trained import Trained
+from mt_lightning.engine.workspace import Workspace
 from mt_lightning.errors import ConfigError
-from mt_lightning.pager.pool import WeightPool
+from mt_lightning.optim.codec import StateCodec
 from mt_lightning.pages.layout import ParamSpec
-from mt_lightning.pages.state import Segment
+from mt_lightning.pages.packed import PACKED_KEY
+from mt_lightning.pages.sizes import align_up
+from mt_lightning.pages.state import Segment, StateLayout, StatePart, StateTensor
 from mt_lightning.pages.table import Page, ParamState
-from mt_lightning.tiers.arena import Arena, Frame
+from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.store import Store
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+_DESCRIPTION = ("shape", "stride", "format")
+_WAY_OUT = (
+    "Set optimizer_compression to what wrote it, or convert the checkpoint: "
+    "megatrain export IN OUT --optimizer FORM."
+)
 
-def export_state(build: Build, trained: Trained, store: Store) -> dict[int, dict[str, Any]]:
+
+def export_state(build: Build, trained: Trained, plain: PlainState) -> dict[int, dict[str, Any]]:
     """Return the state by position of the parameter; tensors are private views of mapped files."""
     mappings = {
-        page.index: store.map_private(page.state.file, 0, page.state.nbytes)
+        page.index: plain.map(page, trained.codec)
         for page in trained.pages
         if page.state.slot is not None
     }
@@ -39,6 +50,11 @@ def export_state(build: Build, trained: Trained, store: Store) -> dict[int, dict
             if tensor.param == param and tensor.key in small.present:
                 flat = mappings[index].tensor(tensor.offset, tensor.nbytes).view(tensor.dtype)
                 state[tensor.key] = flat.as_strided(tensor.shape, tensor.stride)
+        if page.state_layout.formats:
+            # As CompressedAdamW keeps it: records alone do not tell what they are the state of.
+            spec = page.layout.params[param]
+            format = page.state_layout.formats[param]
+            state.update(shape=spec.shape, stride=spec.stride, format=format)
         result[position] = state
     return result
 
@@ -47,13 +63,16 @@ class StateImporter:
     """Writes optimizer state to pages: from a checkpoint, or from the optimizer itself."""
 
     def __init__(
-        self, store: Store, io: IOQueue, pool: WeightPool, arena: Arena, ring: Ring
+        self,
+        store: Store,
+        io: IOQueue,
+        workspace: Workspace,
+        codec: StateCodec,
     ) -> None:
         self._store = store
-        self._ring = ring
         self._io = io
-        self._pool = pool
-        self._arena = arena
+        self._workspace = workspace
+        self._codec = codec
 
     def load(self, page: Page, states: list[dict[str, Any]]) -> set[str]:
         """Replace the state of one page.
@@ -73,13 +92,16 @@ class StateImporter:
             keys[tensor.param].add(tensor.key)
         small = []
         for spec, state, known in zip(page.layout.params, states, keys, strict=True):
-            large = {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim()}
-            if large - known:
-                raise ConfigError(
-                    f"the optimizer state of {spec.name} holds {sorted(large - known)}, which the "
-                    "optimizer of this run does not keep; use the optimizer that wrote it."
-                )
+            tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+            # The moments of a parameter without dimensions have none either.
+            large = {k for k, v in tensors.items() if v.dim() or k in (*known, *_MOMENTS)}
+            _check_keys(spec, large, known, page.state_layout)
             values = {k: v for k, v in state.items() if k not in large}
+            if page.state_layout.formats and state:
+                tensor = page.state_layout.tensors[len(small)]
+                format = page.state_layout.formats[len(small)]
+                _check_packed(spec, state, tensor, format)
+                values = {k: v for k, v in values.items() if k not in _DESCRIPTION}
             values = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
             small.append(ParamState(tuple(sorted(large)), values))
         touched = set()
@@ -87,55 +109,93 @@ class StateImporter:
             slot = page.state.next_slot
             name = f"{page.state.key}.{slot}"
             self._store.prepare_write(name, page.state.nbytes)
-            page.state.advance(slot, self._write(page, states, name))
+            page.state.advance(slot, *self._write(page, states, name))
             touched.add(name)
         page.small = small
         return touched
 
-    def _write(self, page: Page, states: list[dict[str, Any]], name: str) -> list[list[int]]:
-        size = page.state_layout.largest_chunk_bytes
-        frame = self._ring.acquire()
-        if frame is None or frame.nbytes < size:
-            reservation = self._pool.reserve(size, "state", f"the state of page {page.layout.key}")
-            own = self._arena.alloc(size)
-            sums = self._write_chunks(page, states, name, own)
-            self._arena.free(own)
-            reservation.free()
-        else:
-            sums = self._write_chunks(page, states, name, frame)
-        if frame is not None:
-            self._ring.release(frame)
-        return sums
-
-    def _write_chunks(
-        self, page: Page, states: list[dict[str, Any]], name: str, frame: Frame
-    ) -> list[list[int]]:
-        sums = []
-        for chunk in page.state_layout.chunks:
-            frame.tensor.zero_()
-            for segment in chunk.segments:
-                _fill(frame, page.layout.params[segment.param], segment, states[segment.param])
-            pieces, at = [], 0
-            for offset, length in chunk.pieces:
-                pieces.append((offset, frame.memory[at : at + length]))
-                at += length
-            sums.append(list(self._io.write(name, pieces).wait().sums))
-        return sums
+    def _write(
+        self, page: Page, states: list[dict[str, Any]], name: str
+    ) -> tuple[list[list[int]], list[int]]:
+        layout = page.state_layout
+        sums, lengths = [], []
+        with (
+            self._workspace.plain(layout.largest_chunk_bytes) as frame,
+            self._workspace.stream(layout.largest_slot_bytes)
+            if layout.slots
+            else nullcontext() as stream,
+        ):
+            for chunk in layout.chunks:
+                frame.tensor.zero_()
+                for segment in chunk.segments:
+                    spec = page.layout.params[segment.param]
+                    _fill(frame, spec, segment, states[segment.param], layout)
+                pieces = chunk.split(frame.memory)
+                if stream is not None:
+                    stream.tensor.zero_()
+                    plain = frame.tensor[: chunk.nbytes]
+                    lengths.append(self._codec.encode(plain, stream.tensor) if chunk.nbytes else 0)
+                    offset, _ = layout.slots[chunk.index]
+                    pieces = [(offset, stream.memory[: align_up(lengths[-1])])]
+                sums.append(list(self._io.write(name, pieces).wait().sums))
+        return sums, lengths
 
 
-def _fill(frame: Frame, spec: ParamSpec, segment: Segment, state: dict[str, Any]) -> None:
-    for key, dtype, shape, at in segment.tensors:
-        value = state.get(key)
-        if value is not None:
-            part = _part(value, spec, segment, shape)
-            frame.tensor[at : at + part.numel() * dtype.itemsize].view(dtype).copy_(part)
+def _check_keys(spec: ParamSpec, found: set[str], known: set[str], layout: StateLayout) -> None:
+    """Raise ConfigError when a parameter's state has tensors that the run does not keep."""
+    if found <= known:
+        return
+    if layout.formats or PACKED_KEY in found:
+        raise ConfigError(
+            f"the optimizer state of {spec.name} is {_form(found)}, and this run keeps it "
+            f"{_form(known)}: it is never converted silently. {_WAY_OUT}"
+        )
+    raise ConfigError(
+        f"the optimizer state of {spec.name} holds {sorted(found - known)}, which the optimizer of "
+        "this run does not keep; use the optimizer that wrote it."
+    )
 
 
-def _part(
-    value: torch.Tensor, spec: ParamSpec, segment: Segment, shape: tuple[int, ...] | None
-) -> torch.Tensor:
+def _check_packed(spec: ParamSpec, state: dict[str, Any], tensor: StateTensor, format: str) -> None:
+    """Raise ConfigError when packed state is that of another parameter or format."""
+    found = state.get("format")
+    if found != format:
+        raise ConfigError(
+            f"the optimizer state of {spec.name} is in format {found!r}, and this run keeps it in "
+            f"{format!r}: it is never converted silently. {_WAY_OUT}"
+        )
+    shape, stride = tuple(state["shape"]), tuple(state["stride"])
+    packed = state[PACKED_KEY]
+    # The stride of a dimension of one element means nothing.
+    if (
+        shape != spec.shape
+        or any(a != b for a, b, n in zip(stride, spec.stride, shape, strict=True) if n > 1)
+        or (packed.dtype, tuple(packed.shape)) != (tensor.dtype, tensor.shape)
+    ):
+        raise ConfigError(
+            f"the packed optimizer state of {spec.name} is for shape {shape} and strides {stride}, "
+            f"and the parameter has {spec.shape} and {spec.stride}; it belongs to another model."
+        )
+
+
+def _form(keys: set[str]) -> str:
+    return "packed" if PACKED_KEY in keys else f"plain ({', '.join(sorted(keys))})"
+
+
+def _fill(
+    frame: Frame, spec: ParamSpec, segment: Segment, state: dict[str, Any], layout: StateLayout
+) -> None:
+    for part in segment.parts:
+        value = state.get(part.key)
+        if value is not None and layout.formats:
+            part.of(frame.tensor).copy_(value[part.first : part.first + part.nbytes])
+        elif value is not None:
+            part.of(frame.tensor).copy_(_flat(value, spec, segment, part))
+
+
+def _flat(value: torch.Tensor, spec: ParamSpec, segment: Segment, part: StatePart) -> torch.Tensor:
     """Return what a segment keeps of `value`, 1-D and in the order of the page."""
-    expected = spec.shape if shape is None else shape
+    expected = spec.shape if part.shape is None else part.shape
     if tuple(value.shape) != tuple(expected):
         raise ConfigError(
             f"the optimizer state of {spec.name} has a tensor of shape {tuple(value.shape)} where "
@@ -147,4 +207,4 @@ def _part(
         flat = value.as_strided((value.numel(),), (1,))
     else:
         flat = value.reshape(-1)
-    return flat[segment.start : segment.stop] if shape is None else flat
+    return flat[segment.start : segment.stop] if part.shape is None else flat

@@ -14,6 +14,7 @@ from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.spill import Ring, Spiller
+from mt_lightning.engine.state_stream import StateStream
 from mt_lightning.engine.steps import Steps
 from mt_lightning.engine.trained import trained_by
 from mt_lightning.engine.update import SelfCheck, Updater
@@ -45,6 +46,7 @@ class Runtime:
     updaters: tuple[Updater, Updater]
     orders: dict[bool, LearnedOrder]
     ring: Ring
+    streams: Ring
     usage: Usage
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
@@ -86,6 +88,7 @@ def start(
         return held[-1][0]
 
     ring = Ring([frame(plan.ring_bytes) for _ in range(plan.num_ring)])
+    streams = Ring([frame(plan.stream_bytes) for _ in range(plan.num_streams)])
     staging = Ring([frame(plan.staging_bytes) for _ in range(plan.num_staging)])
     cached = {}
     for page, chunk in plan.cached_state:
@@ -96,7 +99,15 @@ def start(
     check = SelfCheck()
     spiller = Spiller(machine.store, machine.io, stats, staging, range_bytes)
     updater, inline = (
-        Updater(machine.store, machine.io, stats, machine.clock, ring, spiller, cached, check)
+        Updater(
+            machine.store,
+            machine.io,
+            stats,
+            machine.clock,
+            StateStream(machine.io, ring, streams, cached),
+            spiller,
+            check,
+        )
         for _ in range(2)
     )
     trained = [trained_by(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
@@ -104,7 +115,6 @@ def start(
         build, trained, gradients, pool, worker, updater, inline, spiller, committer, stats,
         set(plan.spilled), nonfinite,
     )  # fmt: skip
-    pool.relieve = steps.relieve
     return Runtime(
         build=build,
         plan=plan,
@@ -119,6 +129,7 @@ def start(
         updaters=(updater, inline),
         orders={True: LearnedOrder(), False: LearnedOrder()},
         ring=ring,
+        streams=streams,
         usage=Usage(build),
         held=held,
         resident=[],

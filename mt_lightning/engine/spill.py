@@ -45,8 +45,9 @@ class Ring:
 class Spiller:
     """Moves gradients between RAM and the gradient plane; called from the update worker only.
 
-    The plane mirrors the weight plane and is read and written in ranges of `range_bytes`, through
-    staging frames: tensors made by autograd are not aligned for direct I/O.
+    The plane mirrors the weight plane and is read and written chunk by chunk where the update is,
+    else in ranges of `range_bytes`; through staging frames, since tensors made by autograd are not
+    aligned for direct I/O.
     """
 
     def __init__(
@@ -148,6 +149,9 @@ class Spiller:
                 self.release(frame)
 
     def _ranges(self, page: Page) -> Iterator[tuple[int, int]]:
+        if page.state_layout.sliced and page.state_layout.chunks:
+            yield from ((chunk.start, chunk.stop) for chunk in page.state_layout.chunks)
+            return
         for start in range(0, page.layout.nbytes, self._range):
             yield start, min(start + self._range, page.layout.nbytes)
 

@@ -377,9 +377,8 @@ class Steps:
 
     def _job(self, page: Page, due: _Due, entry: PoolEntry) -> PageUpdate:
         assert page.layout.optimizer is not None
-        groups = self._build.members[page.index].groups
-        shadow = self.trained[page.layout.optimizer].shadow
-        return PageUpdate(page, entry, due.grads, groups, shadow, due.hyper, due.clip)
+        members, trained = self._build.members[page.index], self.trained[page.layout.optimizer]
+        return PageUpdate(page, entry, due.grads, members, trained, due.hyper, due.clip)
 
     def reset(self) -> list[BaseException]:
         """Forget everything that is not committed; return what running jobs raised."""

@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from mt_lightning.engine.build import Build
-from mt_lightning.optim.shadow import Hyper, Shadow
+from mt_lightning.optim.codec import StateCodec
+from mt_lightning.optim.packed_step import PackedStepper
+from mt_lightning.optim.shadow import Hyper, Shadow, Stepper
 from mt_lightning.pages.table import Page
 
 
@@ -16,7 +18,8 @@ class Trained:
     """One user optimizer and what belongs to it."""
 
     optimizer: torch.optim.Optimizer
-    shadow: Shadow
+    codec: StateCodec
+    stepper: Stepper
     pages: list[Page]
     order: list[tuple[int, int]] = field(default_factory=list)
     """Page and position of each parameter, in the order of the param groups."""
@@ -33,4 +36,10 @@ def trained_by(index: int, optimizer: torch.optim.Optimizer, build: Build) -> Tr
         for i, param in enumerate(build.members[page.index].params)
     }
     order = [places[id(param)] for group in optimizer.param_groups for param in group["params"]]
-    return Trained(optimizer, Shadow(optimizer), pages, order)
+    packings = [
+        packing
+        for page, param in order
+        for packing in build.members[page].packings[param : param + 1]
+    ]
+    stepper = PackedStepper(optimizer, packings) if packings else Shadow(optimizer)
+    return Trained(optimizer, build.codecs[index], stepper, pages, order)

@@ -13,18 +13,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+from mt_lightning.engine.build import Members
 from mt_lightning.engine.gradients import PageGrads, flat
-from mt_lightning.engine.spill import Ring, Spiller
+from mt_lightning.engine.spill import Spiller
+from mt_lightning.engine.state_stream import Loaded, StateStream, Stored
+from mt_lightning.engine.trained import Trained
 from mt_lightning.errors import StepError
-from mt_lightning.optim.codec import RawCodec, StateCodec
 from mt_lightning.optim.norm import Clip, all_finite
-from mt_lightning.optim.shadow import Hyper, Shadow
+from mt_lightning.optim.shadow import Hyper, Target
 from mt_lightning.pager.pool import PoolEntry
 from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.state import Chunk, Segment
 from mt_lightning.pages.table import Page, ParamState
 from mt_lightning.tiers.arena import Frame
-from mt_lightning.tiers.io import IOQueue, Ticket
+from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.store import Store
 
 _LARGEST_SMALL_NUMEL = 64
@@ -38,8 +40,8 @@ class PageUpdate:
         page: The page.
         entry: Its pinned weights.
         grads: Its gradient, owned by the update.
-        groups: Param group of each parameter.
-        shadow: Twin of the user's optimizer.
+        members: The page's parameters and their places in the optimizer.
+        trained: The optimizer.
         hyper: Frozen hyper-parameters.
         clip: What clipping does.
     """
@@ -47,8 +49,8 @@ class PageUpdate:
     page: Page
     entry: PoolEntry
     grads: PageGrads
-    groups: list[int]
-    shadow: Shadow
+    members: Members
+    trained: Trained
     hyper: Hyper
     clip: Clip
 
@@ -70,16 +72,6 @@ class SelfCheck:
     nonfinite: set[str] = field(default_factory=set)
 
 
-@dataclass
-class Loaded:
-    """A chunk's state in RAM or on its way."""
-
-    chunk: Chunk
-    frame: Frame | None
-    resident: bool
-    read: Ticket | None
-
-
 class Updater:
     """Runs updates and spills; every method is called from the update worker only."""
 
@@ -89,109 +81,69 @@ class Updater:
         io: IOQueue,
         stats: Stats,
         clock: Clock,
-        ring: Ring,
+        stream: StateStream,
         spiller: Spiller,
-        resident: dict[tuple[int, int], Frame],
         checking: SelfCheck | None = None,
-        codec: StateCodec | None = None,
     ) -> None:
         self._store = store
         self._io = io
         self._stats = stats
         self._clock = clock
-        self._ring = ring
+        self._stream = stream
         self._spiller = spiller
-        self._resident = resident
-        self._codec = codec or RawCodec()
-        self._valid: set[tuple[int, int]] = set()
         self.checking = checking
         self.touched: set[str] = set()
 
     def forget(self) -> None:
         """Distrust all state kept in RAM; it is read again."""
-        self._valid.clear()
+        self._stream.forget()
 
     def update(self, job: PageUpdate) -> None:
         """Step the optimizer on one page and write its planes."""
-        page = job.page
+        page, stream = job.page, self._stream
         job.entry.wait()
         self._spiller.gather(page, job.grads)
         small = list(page.small)
-        slot, state_sums = page.state.next_slot, []
-        tickets: list[Ticket] = []
+        slot = page.state.next_slot
+        stored: list[Stored] = []
         if page.state.nbytes:
             self._prepare(f"{page.state.key}.{slot}", page.state.nbytes)
         chunks = page.state_layout.chunks
         ahead: Loaded | None = None
         for position, chunk in enumerate(chunks):
-            loaded = ahead or self._load(page, chunk, wait=True)
+            loaded = ahead or stream.load(page, chunk, wait=True)
             assert loaded is not None
             ahead = None
             if position + 1 < len(chunks):
-                ahead = self._load(page, chunks[position + 1], wait=False)
+                ahead = stream.load(page, chunks[position + 1], wait=False)
             if loaded.read is not None:
                 loaded.read.wait()
             with self._stats.timing("update_s", self._clock):
+                stream.finish(page, loaded, job.trained.codec)
                 self._step(job, loaded, small)
-            ticket = self._store_chunk(page, slot, loaded)
-            if ticket is not None:
-                tickets.append(ticket)
-            state_sums.append(ticket)
+                name = f"{page.state.key}.{slot}"
+                stored.append(stream.store(page, name, loaded, job.trained.codec))
         job.grads.ram = [None] * len(job.grads.ram)
         weight_slot = page.weight.next_slot
         name = f"{page.weight.key}.{weight_slot}"
         self._prepare(name, page.weight.nbytes)
         written = self._io.write(name, [(0, job.entry.frame.memory)])
-        for ticket in (*tickets, written):
-            ticket.wait()
+        for ticket in (*(s.ticket for s in stored), written):
+            if ticket is not None:
+                ticket.wait()
         page.weight.advance(weight_slot, [list(written.sums)])
         if page.state.nbytes:
-            page.state.advance(slot, [list(t.sums) if t is not None else [] for t in state_sums])
+            lengths = [s.length for s in stored] if page.state_layout.slots else []
+            page.state.advance(slot, [s.sums for s in stored], lengths)
         page.small = small
         page.version += 1
 
-    def _load(self, page: Page, chunk: Chunk, *, wait: bool) -> Loaded | None:
-        """Begin to bring a chunk's state; None when that would have to wait for a frame."""
-        if not chunk.nbytes:
-            return Loaded(chunk, None, resident=False, read=None)
-        key = (page.index, chunk.index)
-        frame = self._resident.get(key)
-        resident = frame is not None
-        if frame is None:
-            frame = self._ring.acquire(wait=wait)
-            if frame is None:
-                return None
-        elif key in self._valid:
-            return Loaded(chunk, frame, resident=True, read=None)
-        read = None
-        if page.state.slot is not None and any(page.small[s.param].present for s in chunk.segments):
-            pieces, at = [], 0
-            for offset, length in chunk.pieces:
-                pieces.append((offset, frame.memory[at : at + length]))
-                at += length
-            read = self._io.read(page.state.file, pieces, sums=list(page.state.sums[chunk.index]))
-        return Loaded(chunk, frame, resident, read)
-
-    def _store_chunk(self, page: Page, slot: int, loaded: Loaded) -> Ticket | None:
-        chunk, frame = loaded.chunk, loaded.frame
-        if frame is None:
-            return None
-        pieces, at = [], 0
-        for offset, length in chunk.pieces:
-            pieces.append((offset, frame.memory[at : at + length]))
-            at += length
-        ticket = self._io.write(f"{page.state.key}.{slot}", pieces)
-        if loaded.resident:
-            self._valid.add((page.index, chunk.index))
-        else:
-            self._ring.release(frame, ticket)
-        return ticket
-
     def _step(self, job: PageUpdate, loaded: Loaded, small: list[ParamState]) -> None:
         page, chunk = job.page, loaded.chunk
+        packed = bool(page.state_layout.formats)
         staged = self._spiller.stage(page, job.grads, chunk)
-        params, groups, states, done = [], [], [], []
-        grads: list[torch.Tensor] = []
+        targets: list[Target] = []
+        done: list[tuple[Segment, dict[str, torch.Tensor]]] = []
         for segment in chunk.segments:
             grad = self._grad_of(job, segment, chunk, staged)
             if grad is None:
@@ -202,29 +154,28 @@ class Updater:
                 param = spec.flat(plane)[segment.start : segment.stop]
             else:
                 param = spec.view(plane)
-            param.grad = grad
-            tensors = self._state_views(page, segment, loaded.frame)
-            params.append(param)
-            grads.append(grad)
-            groups.append(job.groups[segment.param])
-            states.append(
-                {
-                    **{
-                        k: v.clone() if isinstance(v, torch.Tensor) else v
-                        for k, v in before.values.items()
-                    },
-                    **{key: tensors[key] for key in before.present},
-                }
-            )
+            tensors = self._state_views(page, segment, loaded.frame, before)
+            state = {
+                **{
+                    k: v.clone() if isinstance(v, torch.Tensor) else v
+                    for k, v in before.values.items()
+                },
+                **{key: tensors[key] for key in before.present},
+            }
+            if packed:
+                state = {**state, **tensors}
+            position = job.members.positions[segment.param]
+            group = job.members.groups[segment.param]
+            targets.append(Target(param, grad, group, state, position, segment.start))
             done.append((segment, tensors))
-        if params:
-            job.clip.apply(grads)
-            olds = [p.clone() for p in params] if self.checking is not None else None
-            after = job.shadow.step(job.hyper, params, groups, states)
+        if targets:
+            job.clip.apply([target.grad for target in targets])
+            olds = [t.param.clone() for t in targets] if self.checking is not None else None
+            after = job.trained.stepper.step(job.hyper, targets)
             for (segment, tensors), state in zip(done, after, strict=True):
                 small[segment.param] = _keep(page.layout.params[segment.param].name, state, tensors)
             if olds is not None:
-                self._check(page, done, olds, params, grads)
+                self._check(page, done, olds, targets)
         if staged is not None:
             self._spiller.release(staged)
 
@@ -243,20 +194,22 @@ class Updater:
         at = spec.offset + segment.start * size - chunk.start
         return staged.tensor[at : at + (segment.stop - segment.start) * size].view(spec.dtype)
 
+    @staticmethod
     def _state_views(
-        self, page: Page, segment: Segment, frame: Frame | None
+        page: Page, segment: Segment, frame: Frame | None, before: ParamState
     ) -> dict[str, torch.Tensor]:
         views = {}
-        for key, dtype, shape, at in segment.tensors:
+        for part in segment.parts:
             assert frame is not None
-            numel = segment.stop - segment.start if shape is None else torch.Size(shape).numel()
-            stored = frame.tensor[at : at + self._codec.encoded_bytes(numel, dtype)]
-            values = self._codec.decode(stored, dtype)
-            if shape is not None:
+            values = part.of(frame.tensor)
+            if page.state_layout.formats and part.key not in before.present:
+                values.zero_()
+            if part.shape is not None:
                 spec = page.layout.params[segment.param]
-                alike = shape == spec.shape and spec.dense
+                alike = part.shape == spec.shape and spec.dense
+                shape = part.shape
                 values = values.as_strided(shape, spec.stride) if alike else values.view(shape)
-            views[key] = values
+            views[part.key] = values
         return views
 
     def _check(
@@ -264,12 +217,12 @@ class Updater:
         page: Page,
         done: list[tuple[Segment, dict[str, torch.Tensor]]],
         olds: list[torch.Tensor],
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
+        targets: list[Target],
     ) -> None:
         assert self.checking is not None
-        for (segment, _), old, param, grad in zip(done, olds, params, grads, strict=True):
+        for (segment, _), old, target in zip(done, olds, targets, strict=True):
             name = page.layout.params[segment.param].name
+            param, grad = target.param, target.grad
             self.checking.got.add(name)
             if bool(grad.any()):
                 self.checking.pushed.add(name)

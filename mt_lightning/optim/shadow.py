@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict, defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -58,6 +58,35 @@ def snapshot(optimizer: torch.optim.Optimizer) -> Hyper:
     )
 
 
+@dataclass
+class Target:
+    """What a step is to update: a parameter, or a slice of one.
+
+    Attributes:
+        param: View to update in place, in any shape.
+        grad: Its gradient, of the same shape.
+        group: Index of its param group.
+        state: Its state so far; empty before its first step. Tensors are updated in place.
+        position: Position of the parameter among all parameters of the optimizer.
+        first: Index of the view's first element inside the parameter, in memory order.
+    """
+
+    param: torch.Tensor
+    grad: torch.Tensor
+    group: int
+    state: dict[str, Any]
+    position: int = 0
+    first: int = 0
+
+
+class Stepper(Protocol):
+    """What can step targets: a shadow of the user's class, or a kernel that stands for it."""
+
+    def step(self, hyper: Hyper, targets: list[Target]) -> list[dict[str, Any]]:
+        """Step every target and return the state of each after it."""
+        ...
+
+
 class Shadow:
     """The twin of one user optimizer; each step makes its own, so threads may share it."""
 
@@ -68,50 +97,29 @@ class Shadow:
             self.attributes[name] = OrderedDict()
 
     @torch.no_grad()
-    def step(
-        self,
-        hyper: Hyper,
-        params: list[torch.Tensor],
-        groups: list[int],
-        states: list[dict[str, Any]],
-    ) -> list[dict[str, Any]]:
-        """Step `params`, each with its gradient in `.grad`.
-
-        Args:
-            hyper: The frozen hyper-parameters.
-            params: Views to update in place, in any shape.
-            groups: For each, the index of its param group.
-            states: For each, its state so far; empty before its first step. Tensors are updated
-                in place.
-
-        Returns:
-            The state of each after the step.
-        """
+    def step(self, hyper: Hyper, targets: list[Target]) -> list[dict[str, Any]]:
+        """Step every target and return the state of each after it."""
         enabled, dtype = hyper.autocast
+        for target in targets:
+            target.param.grad = target.grad
         with torch.autocast("cpu", dtype, enabled=enabled, cache_enabled=False):
-            twin = self._run(hyper, params, groups, states)
-        return [dict(twin.state[param]) if param in twin.state else {} for param in params]
+            twin = self._run(hyper, targets)
+        return [dict(twin.state[t.param]) if t.param in twin.state else {} for t in targets]
 
-    def _run(
-        self,
-        hyper: Hyper,
-        params: list[torch.Tensor],
-        groups: list[int],
-        states: list[dict[str, Any]],
-    ) -> torch.optim.Optimizer:
+    def _run(self, hyper: Hyper, targets: list[Target]) -> torch.optim.Optimizer:
         twin = self._class.__new__(self._class)
         twin.__dict__.update(self.attributes)
         members: dict[int, list[torch.Tensor]] = {}
-        for param, group in zip(params, groups, strict=True):
-            members.setdefault(group, []).append(param)
+        for target in targets:
+            members.setdefault(target.group, []).append(target.param)
         twin.param_groups = [
             {**entries, "params": members.get(index, [])}
             for index, entries in enumerate(hyper.groups)
         ]
         twin.state = defaultdict(dict)
-        for param, state in zip(params, states, strict=True):
-            if state:
-                twin.state[param] = state
+        for target in targets:
+            if target.state:
+                twin.state[target.param] = target.state
         self._class.step(twin)
         return twin
 
@@ -129,8 +137,7 @@ def probe_state(
 
     Raises:
         ConfigError: The step changed its own param group or kept state outside parameters: updates
-        of
-            different parameters are then coupled and cannot run one unit at a time.
+            of different parameters are then coupled and cannot run one unit at a time.
     """
     param = torch.zeros(shape, dtype=dtype)
     param.grad = torch.zeros(shape, dtype=dtype)
@@ -139,7 +146,7 @@ def probe_state(
     kept = {k: _copy(v) for k, v in shadow.attributes.items()}
     try:
         with torch.no_grad():
-            twin = shadow._run(hyper, [param], [group], [{}])
+            twin = shadow._run(hyper, [Target(param, param.grad, group, {})])
     except Exception as error:
         raise ConfigError(
             f"{type(optimizer).__name__} could not take a trial step on a parameter of shape "
@@ -172,12 +179,9 @@ def check_separable(optimizer: torch.optim.Optimizer, group: int, num_dims: int)
     values = [torch.randn((4,) * num_dims, generator=generator) for _ in range(4)]
 
     def step(chosen: list[int]) -> list[torch.Tensor]:
-        params = [values[i].clone() for i in chosen]
-        for param, i in zip(params, chosen, strict=True):
-            param.grad = 100 * values[i + 2]
-        blank: list[dict[str, Any]] = [{} for _ in chosen]
-        Shadow(optimizer).step(snapshot(optimizer), params, [group] * len(chosen), blank)
-        return params
+        targets = [Target(values[i].clone(), 100 * values[i + 2], group, {}) for i in chosen]
+        Shadow(optimizer).step(snapshot(optimizer), targets)
+        return [target.param for target in targets]
 
     name, random_state = type(optimizer).__name__, torch.get_rng_state()
     together = step([0, 1])

@@ -20,6 +20,9 @@ from mt_lightning.pages.sizes import align_up
 PARAM_ALIGN_BYTES = 64
 """torch aligns its own CPU tensors to this; kernels then take the same path on a page."""
 
+_LEAST_CUT_BYTES = 1 << 16
+"""Parameters below this never begin a chunk of packed state by themselves."""
+
 
 @dataclass(frozen=True)
 class ParamSpec:
@@ -139,6 +142,8 @@ def lay_out(
     units: tuple[str, ...],
     optimizer: int | None,
     named: list[tuple[str, torch.Tensor, tuple[int, ...]]],
+    *,
+    packed: bool = False,
 ) -> PageLayout:
     """Place parameters one after the other.
 
@@ -147,17 +152,27 @@ def lay_out(
         units: The user units.
         optimizer: The optimizer that trains it, None where frozen.
         named: Name, tensor (only its metadata is read) and strides of each parameter.
+        packed: Whether its optimizer state is packed: parameters of some size then begin where the
+            update may be cut.
     """
     specs, offset = [], 0
     for name, tensor, stride in named:
         shape = tuple(tensor.shape)
+        if packed and tensor.numel() * tensor.element_size() >= _LEAST_CUT_BYTES:
+            offset = align_up(offset)
         spec = ParamSpec(name, shape, stride, tensor.dtype, offset, strided_span(shape, stride))
         specs.append(spec)
         offset = align_up(offset + spec.nbytes, PARAM_ALIGN_BYTES)
     return PageLayout(index, units, optimizer, tuple(specs))
 
 
-def fingerprint(layouts: list[PageLayout]) -> str:
-    """Hash what a directory of pages must agree on with the model that opens it."""
-    text = json.dumps([layout.describe() for layout in layouts], sort_keys=True)
+def fingerprint(layouts: list[PageLayout], formats: list[tuple[str, ...]]) -> str:
+    """Hash what a directory of pages must agree on with the model that opens it.
+
+    Args:
+        layouts: The pages.
+        formats: For each page, the formats of its packed optimizer state.
+    """
+    described = [layout.describe() for layout in layouts]
+    text = json.dumps([described, [list(names) for names in formats]], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

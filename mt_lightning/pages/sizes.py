@@ -12,3 +12,8 @@ BLOCK_BYTES = 4 << 20
 def align_up(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:
     """Round `num_bytes` up to a multiple of `alignment`."""
     return -(-num_bytes // alignment) * alignment
+
+
+def align_down(num_bytes: int, alignment: int = ALIGN_BYTES) -> int:
+    """Round `num_bytes` down to a multiple of `alignment`."""
+    return num_bytes // alignment * alignment

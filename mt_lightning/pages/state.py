@@ -7,11 +7,16 @@ the gradient plane and of each section of the state plane (one section per state
 written in slices of a few MiB, while each state tensor is still contiguous on disk and can be
 mapped. A page whose optimizer needs whole tensors has one chunk per group of whole parameters
 instead.
+
+[Note: coded planes]
+A coded plane holds each chunk as a stream of varying length, in a slot that is long enough for the
+worst case. What is in RAM is laid out as without coding.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -46,6 +51,31 @@ class StateTensor:
 
 
 @dataclass(frozen=True)
+class StatePart:
+    """The part of one state tensor that one chunk updates.
+
+    Attributes:
+        key: Name in the optimizer's state.
+        dtype: Its dtype.
+        shape: Shape of the whole tensor where the part is all of it, None for a slice.
+        first: First byte inside the tensor, in memory order.
+        nbytes: Bytes of the part.
+        at: First byte inside the chunk's frame.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None
+    first: int
+    nbytes: int
+    at: int
+
+    def of(self, frame: torch.Tensor) -> torch.Tensor:
+        """Return the part inside a chunk's frame (uint8, 1-D), flat and of its own dtype."""
+        return frame[self.at : self.at + self.nbytes].view(self.dtype)
+
+
+@dataclass(frozen=True)
 class Segment:
     """A run of one parameter's elements that one chunk updates.
 
@@ -53,14 +83,13 @@ class Segment:
         param: Index of the parameter inside the page.
         start: First element, in memory order.
         stop: One past the last element.
-        tensors: Key, dtype, shape and first byte inside the chunk's frame of each state tensor;
-            the shape is None for a slice of a mirror.
+        parts: What of the parameter's state belongs to them.
     """
 
     param: int
     start: int
     stop: int
-    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...] | None, int], ...]
+    parts: tuple[StatePart, ...]
 
 
 @dataclass(frozen=True)
@@ -86,6 +115,14 @@ class Chunk:
         """Bytes of state in the chunk's frame."""
         return sum(length for _, length in self.pieces)
 
+    def split(self, frame: memoryview) -> list[tuple[int, memoryview]]:
+        """Return offset in the plane and memory of each piece, in the chunk's frame."""
+        parts, at = [], 0
+        for offset, length in self.pieces:
+            parts.append((offset, frame[at : at + length]))
+            at += length
+        return parts
+
 
 @dataclass(frozen=True)
 class StateLayout:
@@ -95,18 +132,45 @@ class StateLayout:
         sliced: Whether parameters may be cut into slices.
         tensors: Every state tensor.
         chunks: The order of the update.
-        nbytes: Bytes of the plane.
+        plain_bytes: Bytes of the plane that tensors and pieces are laid out in.
+        formats: Of a packed plane, the name of each parameter's format; else empty.
+        slots: Of a coded plane, offset and length of each chunk's slot on disk; else empty.
     """
 
     sliced: bool
     tensors: tuple[StateTensor, ...]
     chunks: tuple[Chunk, ...]
-    nbytes: int
+    plain_bytes: int
+    formats: tuple[str, ...] = ()
+    slots: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plane on disk."""
+        return sum(length for _, length in self.slots) if self.slots else self.plain_bytes
 
     @property
     def largest_chunk_bytes(self) -> int:
-        """Bytes of the largest chunk's state."""
+        """Bytes of the largest chunk's state in RAM."""
         return max((chunk.nbytes for chunk in self.chunks), default=0)
+
+    @property
+    def largest_slot_bytes(self) -> int:
+        """Bytes of the largest chunk's slot in a coded plane."""
+        return max((length for _, length in self.slots), default=0)
+
+    def coded(self, longest: Callable[[int], int]) -> StateLayout:
+        """Return this layout with chunks coded on disk.
+
+        Args:
+            longest: Maps the bytes of a chunk to those its stream can have.
+        """
+        slots, offset = [], 0
+        for chunk in self.chunks:
+            length = align_up(longest(chunk.nbytes)) if chunk.nbytes else 0
+            slots.append((offset, length))
+            offset += length
+        return replace(self, slots=tuple(slots))
 
 
 def sliced_state(layout: PageLayout, keys: list[tuple[str, ...]], slice_bytes: int) -> StateLayout:
@@ -159,12 +223,12 @@ def _segment(
     last = min(spec.numel, (stop - spec.offset) // size)
     inside = spec.offset + first * size - start
     length = stop - start
-    return Segment(
-        param,
-        first,
-        last,
-        tuple((key, spec.dtype, None, sections.index(key) * length + inside) for key in keys),
-    )
+
+    def part(key: str) -> StatePart:
+        at = sections.index(key) * length + inside
+        return StatePart(key, spec.dtype, None, first * size, max(0, last - first) * size, at)
+
+    return Segment(param, first, last, tuple(part(key) for key in keys))
 
 
 def whole_state(
@@ -189,9 +253,11 @@ def whole_state(
             offset = align_up(offset, 64)
             alike = shape == spec.shape and spec.dense
             stride = spec.stride if alike else tuple(torch.empty(shape, device="meta").stride())
-            tensors.append(StateTensor(i, key, shape, stride, dtype, offset))
-            inside.append((key, dtype, shape, offset - chunk_start))
-            offset += tensors[-1].nbytes
+            tensor = StateTensor(i, key, shape, stride, dtype, offset)
+            tensors.append(tensor)
+            at = offset - chunk_start
+            inside.append(StatePart(key, dtype, shape, 0, tensor.nbytes, at))
+            offset += tensor.nbytes
         segments.append(Segment(i, 0, spec.numel, tuple(inside)))
         if offset - chunk_start >= group_bytes or i == len(layout.params) - 1:
             offset = align_up(offset)

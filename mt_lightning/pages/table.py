@@ -11,7 +11,7 @@ for a page whose job it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,16 +46,20 @@ class Plane:
         nbytes: Bytes of payload.
         slot: The current slot, None before the first write.
         sums: Checksums of the current slot, one list per chunk.
+        lengths: Of a coded plane, the bytes of each chunk's stream; else empty.
         committed: Slot that the last commit names.
         committed_sums: Its checksums.
+        committed_lengths: Its lengths.
     """
 
     key: str
     nbytes: int
     slot: int | None = None
     sums: list[list[int]] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
     committed: int | None = None
     committed_sums: list[list[int]] = field(default_factory=list)
+    committed_lengths: list[int] = field(default_factory=list)
 
     @property
     def file(self) -> str:
@@ -68,17 +72,19 @@ class Plane:
         """The slot that an update may write."""
         return 1 - self.committed if self.committed is not None else 0
 
-    def advance(self, slot: int, sums: list[list[int]]) -> None:
+    def advance(self, slot: int, sums: list[list[int]], lengths: Sequence[int] = ()) -> None:
         """Make a fully written slot the current one."""
-        self.slot, self.sums = slot, sums
+        self.slot, self.sums, self.lengths = slot, sums, list(lengths)
 
     def commit(self) -> None:
         """Take the current slot as the committed one."""
         self.committed, self.committed_sums = self.slot, self.sums
+        self.committed_lengths = self.lengths
 
     def rollback(self) -> None:
         """Return to the committed slot."""
         self.slot, self.sums = self.committed, self.committed_sums
+        self.lengths = self.committed_lengths
 
 
 @dataclass

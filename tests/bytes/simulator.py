@@ -50,9 +50,15 @@ class Case:
     @property
     def fixed_bytes(self) -> int:
         """Bytes set aside for the whole run, without the weights of the resident page."""
-        ring_bytes = 3 * max(max(unit.chunk_bytes) for unit in self.units)
-        staging_bytes = min(BLOCK_BYTES, max(unit.weight_bytes for unit in self.units))
-        return ring_bytes + staging_bytes + 2 * self.resident.grad_bytes + self.resident.state_bytes
+        # Gradients on disk come and go in the same slices; AdamW has two values of state for each.
+        chunk_bytes = max(max(unit.chunk_bytes) for unit in self.units)
+        staging_bytes = chunk_bytes // 2
+        return (
+            3 * chunk_bytes
+            + staging_bytes
+            + 2 * self.resident.grad_bytes
+            + self.resident.state_bytes
+        )
 
     @property
     def smallest_bytes(self) -> int:

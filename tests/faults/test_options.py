@@ -23,7 +23,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("nonfinite", value) for value in ("ignore", None, True, "")],
     *[("layer_major", value) for value in (True, "yes", 0, 1, None)],
     *[("recompute", value) for value in (False, "no", 1, None)],
-    *[("optimizer_compression", value) for value in (True, "int8", "auto", None, 8)],
+    *[("optimizer_compression", value) for value in ("int8", "auto", None, 8, 1, "r1")],
     *[("units", value) for value in ([], (), "", [""], 5, [5], nn.Linear, [nn.Linear], {"a": 1})],
     *[("offload_dir", value) for value in ([], (), "", [""], 5, [5], [None], b"pages", True, {})],
 ]
@@ -54,6 +54,9 @@ def test_unknown_option_is_refused() -> None:
         {"units": ["Block", "Head"]},
         {"layer_major": False, "recompute": True, "durability": "step"},
         {"optimizer_compression": False},
+        {"optimizer_compression": True},
+        {"optimizer_compression": "lossless"},
+        {"optimizer_compression": "R1"},
     ],
     ids=str,
 )

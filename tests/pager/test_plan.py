@@ -12,6 +12,7 @@ from mt_lightning.engine.build import Build, build_pages
 from mt_lightning.engine.plan import GIB, Plan, make_plan
 from mt_lightning.engine.units import find_units
 from mt_lightning.errors import BudgetError
+from mt_lightning.optim.codec import codec_for
 from mt_lightning.pages.sizes import ALIGN_BYTES
 
 WIDTHS = (64, 64, 96, 64)
@@ -35,7 +36,8 @@ class Chain(nn.Module):
 def build(*, trains: bool = True) -> Build:
     root = Chain()
     optimizers = [torch.optim.AdamW(root.parameters())] if trains else []
-    return build_pages(root, find_units(root), optimizers, {}, 1 << 20)
+    codecs = [codec_for(optimizer, False) for optimizer in optimizers]
+    return build_pages(root, find_units(root), optimizers, {}, 1 << 20, codecs)
 
 
 def plan(limit_bytes: int, **changes: Any) -> Plan:

@@ -43,11 +43,13 @@ PLACE_FACTORS: dict[str, tuple[Any, ...]] = {
     "slices": ("usual", "tiny"),
     "link": ("host", "delayed"),
     "budget": ("smallest", "tight", "fits"),
+    "state": ("raw", "lossless"),
 }
 DEFAULTS = {field.name: field.default for field in fields(Recipe)} | {
     "slices": "usual",
     "link": "host",
     "budget": "smallest",
+    "state": "raw",
 }
 
 
@@ -62,6 +64,8 @@ class Row:
     """host | delayed (copies happen late and out of order)."""
     budget: str = "smallest"
     """smallest (that works) | tight (10 % more) | fits (nothing has to leave)."""
+    state: str = "raw"
+    """raw | lossless: how optimizer state is kept on disk."""
 
     @property
     def name(self) -> str:
@@ -138,13 +142,14 @@ def _features() -> list[dict[str, Any]]:
     """Return the plain case, every single deviation, and the ones that come in twos."""
     single = [
         {name: value}
-        for name, values in {**RECIPE_FACTORS, "slices": ("tiny",)}.items()
+        for name, values in {**RECIPE_FACTORS, "slices": ("tiny",), "state": ("lossless",)}.items()
         if name != "model"
         for value in values
         if value != DEFAULTS[name]
     ]
     tiny_slices = [{"optimizer": name, "slices": "tiny"} for name in OPTIMIZERS[1:]]
-    return [{}, *single, *tiny_slices]
+    lossless = [{"optimizer": name, "state": "lossless"} for name in OPTIMIZERS[1:]]
+    return [{}, *single, *tiny_slices, *lossless]
 
 
 def _row(assignment: dict[str, Any]) -> Row:

@@ -47,6 +47,8 @@ def paged_strategy(row: Row, max_ram_gb: float) -> Any:
     from mt_lightning import MegaTrainStrategy
 
     settings: dict[str, Any] = {"max_ram_gb": max_ram_gb}
+    if row.state == "lossless":
+        settings["optimizer_compression"] = "lossless"
     if row.slices == "tiny":
         settings["_slice_bytes"] = TINY_SLICE_BYTES
     if row.link == "delayed":

@@ -1,0 +1,144 @@
+"""`megatrain export --optimizer`: a checkpoint whose optimizer state has another form.
+
+[Note: what is in RAM]
+The checkpoint is mapped, and each converted tensor is moved to a mapped file without a name as soon
+as it is made; so one parameter's state is in RAM at a time, whatever the size of the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+
+from mt_lightning.errors import ConfigError
+from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_of_state
+from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export wrote.
+
+    Attributes:
+        target: The new checkpoint.
+        num_tensors: Parameters whose state was converted.
+        before_bytes: Bytes of their state before.
+        after_bytes: Bytes of their state now.
+    """
+
+    target: Path
+    num_tensors: int
+    before_bytes: int
+    after_bytes: int
+
+
+def export_optimizer(source: Path, target: Path, form: str, progress: Progress) -> Exported:
+    """Copy a Lightning checkpoint with its optimizer state in another form.
+
+    Args:
+        source: A checkpoint that plain Lightning or the strategy wrote.
+        target: Where the new one goes; it must not exist.
+        form: "adamw" for `torch.optim.AdamW` and `Adam` with raw or lossless state, else a format.
+        progress: Where to show how far it is.
+
+    Raises:
+        ConfigError: There is no such form, `source` is no checkpoint or holds no state of Adam.
+        StorageError: `target` cannot be written.
+    """
+    if form not in FORMS:
+        raise ConfigError(f"--optimizer {form}: use one of {', '.join(FORMS)}.")
+    if target.exists():
+        raise ConfigError(f"{target} exists; give another name, or delete it first.")
+    files = PagedCheckpointIO()
+    checkpoint = files.load_checkpoint(source)
+    if not isinstance(checkpoint, dict) or not checkpoint.get("optimizer_states"):
+        raise ConfigError(
+            f"{source} holds no optimizer state: it was saved with save_weights_only=True, or is "
+            "not a checkpoint of a training run."
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as directory:
+        spool = _Spool(Path(directory))
+        converted = [
+            _convert(state, form, spool, progress) for state in checkpoint["optimizer_states"]
+        ]
+        files.save_checkpoint({**checkpoint, "optimizer_states": converted}, target)
+    return Exported(target, spool.num_states, spool.before_bytes, spool.after_bytes)
+
+
+class _Spool:
+    """Moves tensors to files that nobody else sees, and counts them."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self.num_states = self.before_bytes = self.after_bytes = 0
+
+    def keep(self, before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
+        """Return `after` with its tensors in files."""
+        self.num_states += 1
+        self.before_bytes += _num_bytes(before)
+        self.after_bytes += _num_bytes(after)
+        return {name: self._moved(value) for name, value in after.items()}
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.numel() < 4096:
+            return value
+        path = self._directory / "tensor"
+        flat = torch.from_file(str(path), shared=True, size=value.numel(), dtype=value.dtype)
+        path.unlink()
+        return flat.as_strided(value.shape, value.stride()).copy_(value)
+
+
+def _num_bytes(state: dict[str, Any]) -> int:
+    return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def _convert(
+    state_dict: dict[str, Any], form: str, spool: _Spool, progress: Progress
+) -> dict[str, Any]:
+    states: dict[Any, dict[str, Any]] = {}
+    task = progress.add_task("optimizer state", total=len(state_dict["state"]))
+    position = 0
+    for group in state_dict["param_groups"]:
+        for param in group["params"]:
+            state = state_dict["state"].get(param)
+            if state:
+                salt = key_of_state(group, state, position)
+                states[param] = spool.keep(state, convert_state(state, form, key=salt))
+                progress.advance(task)
+            position += 1
+    groups = [convert_group(group, form) for group in state_dict["param_groups"]]
+    return {**state_dict, "state": states, "param_groups": groups}
+
+
+def add_export_parser(commands: Any) -> None:
+    """Add `export` to the subparsers of the command line."""
+    parser = commands.add_parser("export", help="write a checkpoint in another form")
+    parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint")
+    parser.add_argument("target", type=Path, metavar="OUT", help="the file to write")
+    parser.add_argument(
+        "--optimizer",
+        required=True,
+        metavar="FORM",
+        help=f"form of the optimizer state: {', '.join(FORMS)}",
+    )
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Export and say what was written."""
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        done = export_optimizer(options.source, options.target, options.optimizer, progress)
+    console = Console()
+    console.print(
+        f"{done.target}: optimizer state of {done.num_tensors} parameters as {options.optimizer}, "
+        f"{done.before_bytes / 2**20:.1f} MiB before, {done.after_bytes / 2**20:.1f} MiB now",
+        soft_wrap=True,
+    )
+    return 0

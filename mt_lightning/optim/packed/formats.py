@@ -1,0 +1,46 @@
+"""The formats that Adam's two moments are kept in, and which tensor gets which."""
+
+from __future__ import annotations
+
+from mt_lightning.errors import ConfigError
+from mt_lightning.optim.packed.panels import C5
+from mt_lightning.optim.packed.place import Place
+from mt_lightning.optim.packed.records import FP32, M4V4, R0, R1, R2, Format
+
+MIN_PACKED_NUMEL = 4096
+"""Below it, "dynamic" keeps fp32: such tensors take no memory and often matter most."""
+
+FORMATS: dict[str, Format] = {format.name: format for format in (FP32, C5, M4V4, R2, R1, R0)}
+"""Every format by name."""
+
+DYNAMIC = "dynamic"
+"""The name that leaves the choice to `choose`."""
+
+
+def choose(name: str, place: Place) -> Format:
+    """Return the format of a tensor.
+
+    Args:
+        name: "dynamic" for fp32 where a tensor is small or has less than two dimensions and R1
+            elsewhere; the name of a format to take it for every tensor.
+        place: The tensor.
+
+    Raises:
+        ConfigError: There is no format of this name.
+    """
+    if name == DYNAMIC:
+        return FP32 if place.dims < 2 or place.numel < MIN_PACKED_NUMEL else R1
+    return named(name)
+
+
+def named(name: str) -> Format:
+    """Return the format that has a name.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    if name not in FORMATS:
+        raise ConfigError(
+            f"There is no state format {name!r}. Use one of {', '.join([DYNAMIC, *FORMATS])}."
+        )
+    return FORMATS[name]

@@ -1,0 +1,101 @@
+"""Bit-lossless state on pages: plain Lightning's bits, in fewer bytes on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mt_lightning import MegaTrainStrategy, StorageError
+
+from .net import Net, assert_same_training, fit, make_net
+from .test_packed_engine import paged
+
+MAKERS: dict[str, Any] = {
+    "adamw": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2),
+    "fused": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, fused=True),
+    "amsgrad": lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2, amsgrad=True),
+    "momentum": lambda net: torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9),
+    "adafactor": lambda net: torch.optim.Adafactor([p for p in net.parameters() if p.numel()]),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+@pytest.mark.parametrize("smallest", [True, False], ids=["smallest", "ample"])
+def test_every_optimizer_keeps_its_bits(kind: str, smallest: bool) -> None:
+    plain, trained = make_net(MAKERS[kind]), make_net(MAKERS[kind])
+    fit(plain)
+    trainer = fit(trained, paged(MAKERS[kind], smallest=smallest, optimizer_compression="lossless"))
+    assert_same_training(plain, trained)
+    expected = plain.trainer.optimizers[0].state_dict()["state"]
+    found = trainer.optimizers[0].state_dict()["state"]
+    assert found.keys() == expected.keys()
+    for index, entries in expected.items():
+        for key, value in entries.items():
+            assert torch.equal(torch.as_tensor(found[index][key]), torch.as_tensor(value)), key
+
+
+def test_parameters_are_those_of_raw_state_after_fifty_steps() -> None:
+    raw, trained = make_net(MAKERS["adamw"]), make_net(MAKERS["adamw"])
+    fit(raw, paged(MAKERS["adamw"]), max_steps=50)
+    strategy = paged(MAKERS["adamw"], optimizer_compression="lossless")
+    fit(trained, strategy, max_steps=50)
+    assert_same_training(raw, trained)
+
+
+def test_fewer_bytes_are_read_and_written_than_raw() -> None:
+    moved = {}
+    for compression in (False, "lossless"):
+        strategy = paged(MAKERS["adamw"], optimizer_compression=compression)
+        fit(make_net(MAKERS["adamw"]), strategy, max_steps=20)
+        stats = strategy.engine.stats
+        moved[compression] = stats.bytes_read + stats.bytes_written
+    assert moved["lossless"] < moved[False]
+
+
+@pytest.mark.parametrize("wrote", [False, "lossless"])
+@pytest.mark.parametrize("reads", [False, "lossless", "plain"])
+def test_checkpoints_are_those_of_plain_lightning(tmp_path: Path, wrote: Any, reads: Any) -> None:
+    """Raw, lossless and plain Lightning read each other's: all of them keep every bit."""
+
+    def strategy(kind: Any) -> Any:
+        return "auto" if kind == "plain" else paged(MAKERS["adamw"], optimizer_compression=kind)
+
+    def run(kinds: tuple[Any, Any], path: Path) -> Net:
+        first = make_net(MAKERS["adamw"])
+        fit(first, strategy(kinds[0]), max_steps=8).save_checkpoint(path)
+        second = make_net(MAKERS["adamw"])
+        fit(second, strategy(kinds[1]), max_steps=12, ckpt_path=path)
+        return second
+
+    expected = run(("plain", "plain"), tmp_path / "plain.ckpt")
+    assert_same_training(expected, run((wrote, reads), tmp_path / "paged.ckpt"))
+
+
+def test_a_flipped_bit_in_coded_state_is_found(tmp_path: Path) -> None:
+    class Flips(Net):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 2:
+                self.trainer.strategy.engine.live.drain()
+                for path in tmp_path.glob("pages/p*.state.*"):
+                    data = bytearray(path.read_bytes())
+                    data[5000] ^= 16
+                    path.write_bytes(data)
+
+    torch.manual_seed(0)
+    net = Flips(MAKERS["adamw"])
+    strategy = paged(MAKERS["adamw"], optimizer_compression="lossless", offload_dir=tmp_path)
+    with pytest.raises(StorageError, match="state"):
+        fit(net, strategy)
+
+
+def test_state_stays_visible_after_fit_and_survives_a_copy() -> None:
+    net = make_net(MAKERS["adamw"])
+    trainer = fit(net, MegaTrainStrategy(max_ram_gb=1, optimizer_compression="lossless"))
+    optimizer = trainer.optimizers[0]
+    param: nn.Parameter = net.layers[0].up.weight
+    assert optimizer.state[param]["exp_avg"].shape == param.shape
+    assert len(optimizer.state) == len(list(net.parameters()))

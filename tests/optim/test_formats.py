@@ -1,0 +1,127 @@
+"""Formats keep the bytes they promise, and each tensor gets the one that is documented."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mt_lightning.errors import ConfigError
+from mt_lightning.optim.packed.formats import FORMATS, choose
+from mt_lightning.optim.packed.place import BLOCK_NUMEL, Place
+from mt_lightning.optim.packed.records import R0, R1, R2
+from mt_lightning.optim.packed.update import decode, encode
+from tests.optim.packed_cases import ALL, PACKED, WIDTH, by_name, fresh
+
+RECORD_BYTES = {"fp32": 1024, "m4v4": 132, "R2": 116, "R1": 111, "R0": 100}
+BITS = {"fp32": 32, "m4v4": 4.125, "R2": 3.625, "R1": 3.469, "R0": 3.125}
+
+
+def whole(shape: tuple[int, ...]) -> Place:
+    return Place.of(shape, torch.empty(shape, device="meta").stride())
+
+
+def test_records_have_the_promised_lengths() -> None:
+    assert {name: format.record_bytes for name, format in FORMATS.items()} == RECORD_BYTES
+    assert {name: round(format.bits_per_value, 3) for name, format in FORMATS.items()} == BITS
+
+
+def test_codes_are_distinct() -> None:
+    assert len({format.code for format in ALL}) == len(ALL)
+
+
+@pytest.mark.parametrize("format", ALL, ids=by_name)
+@pytest.mark.parametrize(("numel", "blocks"), [(0, 0), (1, 1), (128, 1), (129, 2), (4096, 32)])
+def test_state_takes_whole_records(format, numel: int, blocks: int) -> None:
+    place = Place(numel, WIDTH)
+    assert place.num_blocks == blocks
+    assert format.state_bytes(place) == blocks * RECORD_BYTES[format.name]
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        ((), "fp32"),
+        ((1_000_000,), "fp32"),
+        ((64, 63), "fp32"),
+        ((64, 64), "R1"),
+        ((2, 2048), "R1"),
+        ((0, 5), "fp32"),
+        ((16, 16, 4, 4), "R1"),
+    ],
+)
+def test_dynamic_packs_large_matrices_only(shape: tuple[int, ...], name: str) -> None:
+    assert choose("dynamic", whole(shape)).name == name
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_name_holds_for_every_tensor(name: str) -> None:
+    assert choose(name, whole((3,))) is FORMATS[name] is choose(name, whole((512, 512)))
+
+
+def test_an_unknown_format_is_refused_with_the_list_of_names() -> None:
+    with pytest.raises(ConfigError, match="'R9'.*dynamic, fp32, m4v4, R2, R1, R0"):
+        choose("R9", whole((4,)))
+
+
+# --- records by hand, written from the documentation and not from the code ------------------------
+
+M_VALUES = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+
+
+def test_m_codes_lie_in_nibbles_a_half_block_apart() -> None:
+    record = fresh(R1, 128)
+    record[:64] = torch.arange(64, dtype=torch.uint8) * 37
+    record[-4:-2] = torch.tensor([2.0]).to(torch.bfloat16).view(torch.uint8)
+    values, _ = decode(R1, record, 128)
+    for j in range(64):
+        byte = j * 37 % 256
+        for position, code in ((j, byte & 15), (j + 64, byte >> 4)):
+            value = 2.0 * M_VALUES[code & 7] * (-1 if code & 8 else 1)
+            assert values[position].item() == value
+
+
+def test_v_codes_of_r1_are_digits_of_base_six() -> None:
+    record = fresh(R1, 128)
+    digits = [[(j * 5 + part) % 6 for j in range(43)] for part in range(3)]
+    digits[2][42] = 0
+    record[64:107] = torch.tensor(
+        [digits[0][j] + 6 * digits[1][j] + 36 * digits[2][j] for j in range(43)]
+    )
+    record[-2:] = torch.tensor([3.0]).to(torch.bfloat16).view(torch.uint8)
+    _, values = decode(R1, record, 128)
+    expected = [3.0 * 2.0 ** (k - 5) for k in sum(digits, [])[:128]]
+    assert values.tolist() == expected
+
+
+@pytest.mark.parametrize(("format", "base"), [(R2, 2), (R0, 4)], ids=["R2", "R0"])
+def test_v_codes_of_r2_and_r0_are_bits_in_planes(format, base: int) -> None:
+    record = fresh(format, 128)
+    record[64:-4] = torch.arange(format.v_bytes, dtype=torch.uint8) * 29 + 11
+    record[-2:] = torch.tensor([1.0]).to(torch.bfloat16).view(torch.uint8)
+    _, values = decode(format, record, 128)
+    top = format.num_levels - 1
+    for position in range(128):
+        code = int(record[64 + position % 32]) >> 2 * (position // 32) & 3
+        if format is R2:
+            code |= (int(record[96 + position % 16]) >> (position // 16) & 1) << 2
+        assert values[position].item() == float(base) ** (code - top)
+
+
+@pytest.mark.parametrize("format", PACKED, ids=by_name)
+def test_the_largest_values_keep_their_scale_to_eight_bits(format) -> None:
+    exp_avg, exp_avg_sq = torch.zeros(BLOCK_NUMEL), torch.zeros(BLOCK_NUMEL)
+    exp_avg[5], exp_avg_sq[9] = -0.7, 0.3
+    record = fresh(format, 128)
+    encode(format, exp_avg, exp_avg_sq, record)
+    m, v = decode(format, record, 128)
+    assert -0.7 <= m[5].item() <= -0.7 * (1 - 2**-7)
+    assert 0.3 * (1 - 2**-7) <= v[9].item() <= 0.3 + 1e-7
+    assert m.count_nonzero() == 1
+
+
+@pytest.mark.parametrize("format", ALL, ids=by_name)
+def test_a_record_of_zero_bytes_is_a_fresh_state(format) -> None:
+    m, v = decode(format, fresh(format, 300), 300)
+    assert m.shape == v.shape == (300,)
+    assert not m.any()
+    assert not v.any()

@@ -34,8 +34,9 @@ class CompressedAdamW(torch.optim.Optimizer):
     with the name of its `format`: the one of the group, or what "dynamic" chose. Both are uint8,
     1-D.
 
-    Random bits depend on the seed, the step and the position of the parameter over all groups, so
-    a resumed run goes on as an uninterrupted one; the order of the groups must not change.
+    Random bits (C5 draws none) depend on the seed, the step and the position of the parameter over
+    all groups, so a resumed run goes on as an uninterrupted one; the order of the groups must not
+    change.
 
     Args:
         params: Parameters or param groups; a group may have its own `format`.
@@ -43,8 +44,8 @@ class CompressedAdamW(torch.optim.Optimizer):
         betas: Decay of the two moments.
         eps: Added to the root.
         weight_decay: Weight decay.
-        format: "dynamic" (fp32 for small and 1-D tensors, R1 elsewhere), "fp32", "m4v4", "R2",
-            "R1", "R0" or "lossless".
+        format: "dynamic" (fp32 for small and 1-D tensors, R1 elsewhere), "fp32",
+            "C5", "m4v4", "R2", "R1", "R0" or "lossless".
         decoupled_weight_decay: Whether weights decay by themselves (AdamW), not through gradients.
         maximize: Whether to climb.
         seed: Seed of stochastic rounding.

@@ -17,6 +17,9 @@ from mt_lightning.pages.layout import PageLayout, ParamSpec
 from mt_lightning.pages.sizes import ALIGN_BYTES, align_up
 from mt_lightning.pages.state import Chunk, Segment, StateLayout, StatePart, StateTensor
 
+_STATE_ALIGN_BYTES = 64
+"""The state of each parameter begins at a multiple of this."""
+
 PACKED_KEY = "packed"
 """The name of packed state in an optimizer's state."""
 
@@ -86,6 +89,7 @@ class _Maker:
         full = spec.offset + spec.nbytes - self._start > self._slice_bytes
         if self._segments and full and spec.offset % ALIGN_BYTES == 0:
             self._close(spec.offset)
+        self._inside = align_up(self._inside, _STATE_ALIGN_BYTES)
         offset = self._offset + self._inside
         shape = (packing.nbytes,)
         self._tensors.append(StateTensor(param, PACKED_KEY, shape, (1,), torch.uint8, offset))
@@ -100,9 +104,7 @@ class _Maker:
                 self._close(spec.offset + 4 * start)
             self._append(param, start, stop, spec, packing)
 
-    def _append(
-        self, param: int, start: int, stop: int, spec: ParamSpec, packing: Packing
-    ) -> None:
+    def _append(self, param: int, start: int, stop: int, spec: ParamSpec, packing: Packing) -> None:
         first = packing.first_byte(start)
         nbytes = packing.last_byte(stop, spec.numel) - first
         part = StatePart(PACKED_KEY, torch.uint8, None, first, nbytes, self._inside)

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from mt_lightning.optim.packed import reference, update
 from mt_lightning.optim.packed.formats import FORMATS
+from mt_lightning.optim.packed.panels import PanelFormat
 from mt_lightning.optim.packed.place import Place
 from mt_lightning.optim.packed.records import Format
 from mt_lightning.optim.packed.scalars import AdamScalars
 
 ALL = list(FORMATS.values())
 PACKED = [format for format in ALL if not format.exact]
+RECORDS = [format for format in ALL if not isinstance(format, PanelFormat)]
+"""Those whose state is records alone."""
+STOCHASTIC = [format for format in PACKED if not isinstance(format, PanelFormat)]
 
 
 WIDTH = 50
 """Columns of the tensors of tests that do not care."""
+
+adamw_step = partial(update.adamw_step, width=WIDTH)
+decode = partial(update.decode, width=WIDTH)
+encode = partial(update.encode, width=WIDTH)
+reference_step = partial(reference.step, width=WIDTH)
+reference_decode = partial(reference.decode, width=WIDTH)
+reference_encode = partial(reference.encode, width=WIDTH)
 
 
 def by_name(format: Format) -> str:

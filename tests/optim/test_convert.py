@@ -61,7 +61,7 @@ def test_exact_forms_go_on_as_torch_does_and_back(form: str, kind) -> None:
         assert torch.equal(param, twin)
 
 
-@pytest.mark.parametrize("form", PACKED_FORMS)
+@pytest.mark.parametrize("form", sorted({*PACKED_FORMS} - {"C5"}))
 def test_packed_state_survives_a_trip_through_torch_byte_for_byte(form: str) -> None:
     params, optimizer = _stepped(CompressedAdamW, format=form, seed=4)
     state_dict = optimizer.state_dict()
@@ -73,6 +73,24 @@ def test_packed_state_survives_a_trip_through_torch_byte_for_byte(form: str) -> 
             assert back["state"][index]["stride"] == state["stride"]
         other = CompressedAdamW(params, format=form)
         other.load_state_dict(back)
+
+
+def test_columns_are_fitted_again_behind_a_trip_through_torch() -> None:
+    """So bytes of C5 change, and values by what the docstring of `encode` says."""
+    params, optimizer = _stepped(CompressedAdamW, format="C5")
+    state_dict = optimizer.state_dict()
+    before = convert_state_dict(state_dict, "adamw")
+    back = convert_state_dict(before, "C5")
+    after = convert_state_dict(back, "adamw")
+    CompressedAdamW(params, format="C5").load_state_dict(back)
+    values, twins = (x["state"][0] for x in (before, after))
+    assert torch.allclose(twins["exp_avg_sq"], values["exp_avg_sq"], rtol=2**-15, atol=0)
+    root = values["exp_avg_sq"].sqrt()
+    coded, moved = (
+        (x / root).nan_to_num().t().reshape(-1, 128).abs().amax(1)
+        for x in (values["exp_avg"], values["exp_avg"] - twins["exp_avg"])
+    )
+    assert (moved <= 0.6 / 15 * coded).all()
 
 
 def test_nothing_is_shared_with_the_source() -> None:

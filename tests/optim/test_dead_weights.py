@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mt_lightning.optim.packed.update import adamw_step, decode
-from tests.optim.packed_cases import ALL, by_name, fresh, scalars
+from tests.optim.packed_cases import ALL, RECORDS, adamw_step, by_name, decode, fresh, scalars
 
 
 @pytest.mark.parametrize("format", ALL, ids=by_name)
@@ -36,7 +35,7 @@ def test_blocks_without_gradient_stay_zero_bytes(format, decoupled: bool) -> Non
     for step in range(1, 5):
         constants = scalars(step, decoupled=decoupled, weight_decay=0.1 if decoupled else 0.0)
         adamw_step(format, param, grad, records, constants, key=step)
-    rows = records.view(-1, size)
+    rows = records[: 5 * size].view(-1, size)
     assert rows[1].any()
     assert not rows[[0, 2, 3, 4]].any()
 
@@ -48,7 +47,7 @@ def test_decoupled_decay_reaches_weights_without_gradient(format) -> None:
     assert torch.equal(param, torch.full((200,), 0.95))
 
 
-@pytest.mark.parametrize("format", ALL, ids=by_name)
+@pytest.mark.parametrize("format", RECORDS, ids=by_name)
 def test_padding_behind_the_end_stays_zero(format) -> None:
     numel = 128 + 30
     param, records = torch.zeros(numel), fresh(format, numel)

@@ -9,11 +9,19 @@ from mt_lightning.errors import ConfigError
 from mt_lightning.optim.packed.formats import FORMATS, choose
 from mt_lightning.optim.packed.place import BLOCK_NUMEL, Place
 from mt_lightning.optim.packed.records import R0, R1, R2
-from mt_lightning.optim.packed.update import decode, encode
-from tests.optim.packed_cases import ALL, PACKED, WIDTH, by_name, fresh
+from tests.optim.packed_cases import (
+    ALL,
+    RECORDS,
+    STOCHASTIC,
+    WIDTH,
+    by_name,
+    decode,
+    encode,
+    fresh,
+)
 
-RECORD_BYTES = {"fp32": 1024, "m4v4": 132, "R2": 116, "R1": 111, "R0": 100}
-BITS = {"fp32": 32, "m4v4": 4.125, "R2": 3.625, "R1": 3.469, "R0": 3.125}
+RECORD_BYTES = {"fp32": 1024, "C5": 85, "m4v4": 132, "R2": 116, "R1": 111, "R0": 100}
+BITS = {"fp32": 32, "C5": 2.656, "m4v4": 4.125, "R2": 3.625, "R1": 3.469, "R0": 3.125}
 
 
 def whole(shape: tuple[int, ...]) -> Place:
@@ -29,7 +37,7 @@ def test_codes_are_distinct() -> None:
     assert len({format.code for format in ALL}) == len(ALL)
 
 
-@pytest.mark.parametrize("format", ALL, ids=by_name)
+@pytest.mark.parametrize("format", RECORDS, ids=by_name)
 @pytest.mark.parametrize(("numel", "blocks"), [(0, 0), (1, 1), (128, 1), (129, 2), (4096, 32)])
 def test_state_takes_whole_records(format, numel: int, blocks: int) -> None:
     place = Place(numel, WIDTH)
@@ -44,9 +52,15 @@ def test_state_takes_whole_records(format, numel: int, blocks: int) -> None:
         ((1_000_000,), "fp32"),
         ((64, 63), "fp32"),
         ((64, 64), "R1"),
+        ((63, 66), "R1"),
         ((2, 2048), "R1"),
         ((0, 5), "fp32"),
-        ((16, 16, 4, 4), "R1"),
+        ((400, 15), "R1"),
+        ((64, 32768), "R1"),
+        ((64, 32769), "R1"),
+        ((64, 16, 3, 3), "R1"),
+        ((8, 64, 64), "R1"),
+        ((64, 64, 1), "R1"),
     ],
 )
 def test_dynamic_packs_large_matrices_only(shape: tuple[int, ...], name: str) -> None:
@@ -59,7 +73,7 @@ def test_a_name_holds_for_every_tensor(name: str) -> None:
 
 
 def test_an_unknown_format_is_refused_with_the_list_of_names() -> None:
-    with pytest.raises(ConfigError, match="'R9'.*dynamic, fp32, m4v4, R2, R1, R0"):
+    with pytest.raises(ConfigError, match="'R9'.*dynamic, fp32, C5, m4v4, R2, R1, R0"):
         choose("R9", whole((4,)))
 
 
@@ -107,7 +121,7 @@ def test_v_codes_of_r2_and_r0_are_bits_in_planes(format, base: int) -> None:
         assert values[position].item() == float(base) ** (code - top)
 
 
-@pytest.mark.parametrize("format", PACKED, ids=by_name)
+@pytest.mark.parametrize("format", STOCHASTIC, ids=by_name)
 def test_the_largest_values_keep_their_scale_to_eight_bits(format) -> None:
     exp_avg, exp_avg_sq = torch.zeros(BLOCK_NUMEL), torch.zeros(BLOCK_NUMEL)
     exp_avg[5], exp_avg_sq[9] = -0.7, 0.3
@@ -125,3 +139,41 @@ def test_a_record_of_zero_bytes_is_a_fresh_state(format) -> None:
     assert m.shape == v.shape == (300,)
     assert not m.any()
     assert not v.any()
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride", "width"),
+    [
+        ((), (), 1),
+        ((7,), (1,), 7),
+        ((0, 5), (5, 1), 1),
+        ((3, 0), (1, 1), 1),
+        ((300, 70), (70, 1), 70),
+        ((300, 70), (1, 300), 300),
+        ((300, 1), (1, 1), 300),
+        ((64, 32, 3, 3), (288, 9, 3, 1), 288),
+        ((64, 32, 3, 3), (288, 1, 96, 32), 32),
+        ((64, 8, 3, 3), (72, 1, 24, 8), 24),
+        ((64, 1, 3, 3), (9, 9, 3, 1), 576),
+        ((8, 64, 100), (6400, 100, 1), 100),
+        ((8, 64, 1, 100), (6400, 100, 100, 1), 100),
+        ((5, 3), (3, 1), 15),
+    ],
+)
+def test_the_width_is_that_of_the_memory(shape, stride, width: int) -> None:
+    place = Place.of(shape, stride)
+    assert place.width == width
+    assert place.numel == torch.Size(shape).numel()
+    assert place.dims == len(shape)
+    assert place.rows == -(-place.numel // width)
+
+
+@pytest.mark.parametrize("format", ALL, ids=by_name)
+@pytest.mark.parametrize("width", [1, 50, 4096, 20_000])
+def test_state_is_cut_at_multiples_of_the_grain(format, width: int) -> None:
+    place = Place(1, width)
+    grain, size = format.grain_numel(place), format.grain_bytes(place)
+    assert size % 4096 == 0
+    for numel in (1, 129, grain):
+        whole = format.state_bytes(Place(3 * grain + numel, width))
+        assert whole == 3 * size + format.state_bytes(Place(numel, width))

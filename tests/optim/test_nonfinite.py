@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mt_lightning.optim.packed.update import adamw_step, decode
-from tests.optim.packed_cases import PACKED, by_name, fresh, scalars
+from tests.optim.packed_cases import PACKED, adamw_step, by_name, decode, fresh, scalars
 
 
 def _stepped(format, numel: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,16 +21,18 @@ def choose(name: str, place: Place) -> Format:
     """Return the format of a tensor.
 
     Args:
-        name: "dynamic" for fp32 where a tensor is small or has less than two dimensions and R1
+        name: "dynamic" for fp32 where a tensor is small or has less than two dimensions, and R1
             elsewhere; the name of a format to take it for every tensor.
         place: The tensor.
 
     Raises:
         ConfigError: There is no format of this name.
     """
-    if name == DYNAMIC:
-        return FP32 if place.dims < 2 or place.numel < MIN_PACKED_NUMEL else R1
-    return named(name)
+    if name != DYNAMIC:
+        return named(name)
+    if place.dims < 2 or place.numel < MIN_PACKED_NUMEL:
+        return FP32
+    return R1
 
 
 def named(name: str) -> Format:

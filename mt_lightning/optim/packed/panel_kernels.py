@@ -2,11 +2,6 @@
 
 Arithmetic, bytes and order of sums are those that panels says, without contraction; the notes of
 kernels hold here too.
-
-[Note: columns of a block]
-What is needed of columns lies in a work space of four vectors, which are as long as the tensor is
-wide and continue periodically for another 128. So the 128 columns of any block are neighbours
-there, whatever the width.
 """
 
 from __future__ import annotations
@@ -23,7 +18,6 @@ from mt_lightning.optim.packed.machine import (
     and32,
     behind,
     bits_of,
-    copy_bytes,
     float_of,
     lane_sum,
     or32,
@@ -34,11 +28,11 @@ from mt_lightning.optim.packed.machine import (
     wide,
 )
 from mt_lightning.optim.packed.packing import join_signed, split_signed
+from mt_lightning.optim.packed.panel_columns import ACC, COLS, INVERSE, ROOT_OLD, to_24_bits
 from mt_lightning.optim.packed.panels import C5, KAPPA_SQUARED
 
-f32, f64, i32, u8, i8 = np.float32, np.float64, np.int32, np.uint8, np.int8
+f32, i32, u8, i8 = np.float32, np.int32, np.uint8, np.int8
 _inlined: Any = numba.njit(forceinline=True, error_model="numpy")
-_spliced: Any = numba.njit(inline="always", error_model="numpy")
 
 _BATCH = 8
 _SIZE = C5.record_bytes
@@ -49,134 +43,11 @@ _TOP = f32(15)
 _MAGIC = f32(3 << 22)
 """Added to a small float, it rounds it to an integer, which is then in the lowest bits."""
 _CAP = f32(4096)
-_LEAST_COLUMN = 2.0**-16
 _TINY = f32(2.0**-126)
 _SMALL = f32(2.0**-100)
 _LARGE = f32(2.0**100)
-_LARGE_BITS = i32(227 << 23)
 _HUGE = f32(2.0**119)
 """128 of it have a sum."""
-
-ROOT_OLD, COLS, INVERSE, ACC = 0, 1, 2, 3
-"""The vectors of the work space: sqrt(cols_old), cols, 1 / sqrt(cols), acc."""
-
-
-@jit
-def prepare(vectors, work, width):
-    """Fill the work space of a panel.
-
-    Args:
-        vectors: uint8: the bytes of cols_old and cols.
-        work: float32 [4 * (width + 128)].
-        width: Columns.
-    """
-    wide()
-    row = width + 128
-    for part in range(2):
-        copy_bytes(behind(work, row * part), behind(vectors, 4 * width * part), 4 * width)
-    root_old, cols = carray(behind(work, 0), (row,), f32), carray(behind(work, row), (row,), f32)
-    inverse, acc = (
-        carray(behind(work, 2 * row), (row,), f32),
-        carray(behind(work, 3 * row), (row,), f32),
-    )
-    for j in range(width):
-        old = root_old[j]
-        root_old[j] = np.sqrt(old if old != f32(0) else _ONE)
-    for j in range(width):
-        new = cols[j]
-        cols[j] = new if new != f32(0) else _ONE
-    for j in range(width):
-        inverse[j] = _ONE / np.sqrt(cols[j])
-    for j in range(width, row):
-        root_old[j] = root_old[j - width]
-        cols[j] = cols[j - width]
-        inverse[j] = inverse[j - width]
-    for j in range(row):
-        acc[j] = f32(0)
-
-
-@jit
-def fold(vectors, work, width, column, numel, rho):
-    """Move the columns of a panel by what its blocks have added up, and write both vectors.
-
-    Args:
-        vectors: uint8: the bytes of cols_old and cols; updated.
-        work: float32 [4 * (width + 128)], as the blocks have left it; used up.
-        width: Columns.
-        column: That of the first element.
-        numel: Elements of the panel.
-        rho: float64 weight of this step.
-    """
-    wide()
-    size = 4 * width
-    row = width + 128
-    cols, acc = carray(behind(work, row), (row,), f32), carray(behind(work, 3 * row), (row,), f32)
-    for j in range(width, width + 128):
-        acc[j % width] += acc[j]
-    least, rest = numel // width, numel % width
-    often = 1.0 / (least + 1)
-    seldom = 1.0 / least if least > 0 else 0.0
-    lanes = carray(stack(f64, 8), (8,), f64)
-    even = width // 8 * 8
-
-    for lane in range(8):
-        lanes[lane] = 0.0
-    for begin in range(0, even, 8):
-        for lane in range(8):
-            lanes[lane] += _share(acc, begin + lane, column, width, rest, often, seldom)
-    for j in range(even, width):
-        lanes[j - even] += _share(acc, j, column, width, rest, often, seldom)
-    mean = _sum8(lanes) / width
-    if not mean > 0.0:
-        copy_bytes(behind(vectors, 0), behind(vectors, size), size)
-        return
-    scale = 1.0 / mean
-
-    if (vectors[size] | vectors[size + 1] | vectors[size + 2] | vectors[size + 3]) == 0:
-        rho = 1.0
-    for lane in range(8):
-        lanes[lane] = 0.0
-    for begin in range(0, even, 8):
-        for lane in range(8):
-            f = _share(acc, begin + lane, column, width, rest, often, seldom) * scale
-            lanes[lane] += _moved(f64(cols[begin + lane]), f, rho)
-    for j in range(even, width):
-        f = _share(acc, j, column, width, rest, often, seldom) * scale
-        lanes[j - even] += _moved(f64(cols[j]), f, rho)
-    scale_after = 1.0 / (_sum8(lanes) / width)
-
-    copy_bytes(behind(vectors, 0), behind(cols, 0), size)
-    for j in range(width):
-        f = _share(acc, j, column, width, rest, often, seldom) * scale
-        cols[j] = _to_24_bits(f32(_moved(f64(cols[j]), f, rho) * scale_after))
-    copy_bytes(behind(vectors, size), behind(cols, 0), size)
-
-
-@_inlined
-def _share(acc, j, column, width, rest, often, seldom):
-    """Return `acc[j]` over how many elements of the panel are in column j."""
-    behind_first = j - column if j >= column else j - column + width
-    return f64(acc[j]) * (often if behind_first < rest else seldom)
-
-
-@_inlined
-def _moved(old, f, rho):
-    """Return a column after this step, before it is scaled."""
-    return max(old + rho * (f - old), _LEAST_COLUMN)
-
-
-@_inlined
-def _sum8(lanes):
-    total = lanes[0]
-    for lane in range(1, 8):
-        total += lanes[lane]
-    return total
-
-
-@_inlined
-def _to_24_bits(x):
-    """Round a positive float to 16 bits behind the first one."""
-    return float_of(and32(add32(bits_of(x), i32(0x80)), i32(-256)))
 
 
 @_inlined
@@ -217,7 +88,7 @@ def _scale_of_m(top):
 
 @_inlined
 def _scale_of_v(mean):
-    s = _to_24_bits(mean)
+    s = to_24_bits(mean)
     return s if s >= _TINY else f32(0)
 
 
@@ -239,7 +110,7 @@ def step_blocks(param, grad, records, work, width, column, constants, extra, num
         param: float32, 128 elements for each record; updated.
         grad: The same of the gradient.
         records: uint8, the records behind each other; updated.
-        work: float32 [4 * (width + 128)], from `prepare`.
+        work: float32 [4 * (width + 128)], from `panel_columns.prepare`.
         width: Columns.
         column: That of the first element.
         constants: `AdamScalars.constants`.
@@ -345,7 +216,7 @@ def decode_blocks(records, work, width, column, exp_avg, exp_avg_sq, numel):
 
     Args:
         records: uint8, the records behind each other.
-        work: float32 [4 * (width + 128)], from `prepare`.
+        work: float32 [4 * (width + 128)], from `panel_columns.prepare`.
         width: Columns.
         column: That of the first element.
         exp_avg: float32, 128 elements for each record.
@@ -376,23 +247,29 @@ def decode_blocks(records, work, width, column, exp_avg, exp_avg_sq, numel):
 
 @jit
 def fit_blocks(exp_avg_sq, work, width, column, numel):
-    """Add to acc what fits columns to v; blocks of values unfit for Adam add nothing."""
+    """Add to acc v over k of every block, so that columns can be fitted to v.
+
+    Blocks of values that are unfit for Adam add nothing. Arguments are those of `decode_blocks`.
+    """
     wide()
     v = carray(stack(f32, 128), (128,), f32)
+    tail = carray(stack(f32, 128), (128,), f32)
     row = width + 128
     for block in range(len(exp_avg_sq) // 128):
         first = (column + block * 128) % width
         source = carray(behind(exp_avg_sq, block * 128), (128,), f32)
+        cols = carray(behind(work, COLS * row + first), (128,), f32)
         acc = carray(behind(work, ACC * row + first), (128,), f32)
-        mean = _mean_of(source, v, numel - block * 128)
-        inverse_mean = _inverse(mean, _SMALL)
+        valid = min(128, numel - block * 128)
+        mean = _mean_of(source, v, valid)
         if mean >= f32(0):
+            inverse_k = _inverse(mean, _SMALL) * (_columns_sum(cols, tail, valid) / f32(valid))
             for j in range(128):
-                acc[j] += v[j] * inverse_mean
+                acc[j] += v[j] * inverse_k
 
 
 @_inlined
-def _mean_of(source, v, num_left):
+def _mean_of(source, v, num_valid):
     """Copy v of a block, huge values cut, and return its mean; -1 if any value is unfit."""
     top = i32(0)
     least = i32(0)
@@ -403,7 +280,7 @@ def _mean_of(source, v, num_left):
         v[j] = min(x, _HUGE)
     if top >= i32(0x7F800000) or least < i32(0):
         return f32(-1)
-    return lane_sum(behind(v, 0)) / f32(min(128, num_left))
+    return lane_sum(behind(v, 0)) / f32(num_valid)
 
 
 @jit
@@ -425,7 +302,7 @@ def encode_blocks(exp_avg, exp_avg_sq, records, work, width, column, numel):
         m = carray(behind(exp_avg, block * 128), (128,), f32)
         source = carray(behind(exp_avg_sq, block * 128), (128,), f32)
         root_old = carray(behind(work, ROOT_OLD * row + first), (128,), f32)
-        mean = _mean_of(source, v, numel - block * 128)
+        mean = _mean_of(source, v, min(128, numel - block * 128))
         top = i32(0)
         m_top = i32(0)
         for j in range(128):

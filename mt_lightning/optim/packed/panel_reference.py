@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from mt_lightning.optim.packed.panels import KAPPA_SQUARED, PanelFormat
+from mt_lightning.optim.packed.panels import FIT_ROUNDS, KAPPA_SQUARED, PanelFormat
 from mt_lightning.optim.packed.place import BLOCK_NUMEL, Place
 from mt_lightning.optim.packed.scalars import AdamScalars
 
@@ -16,7 +16,7 @@ _LARGE, _SMALL, _TINY = f32(2.0**100), f32(2.0**-100), f32(2.0**-126)
 
 
 class _Panel:
-    """The state of one panel, taken apart; `close` writes it back."""
+    """Views of the bytes of one panel, and what follows from them."""
 
     def __init__(self, format: PanelFormat, data: np.ndarray, numel: int, column: int, width: int):
         self.num_blocks = -(-numel // BLOCK_NUMEL)
@@ -24,19 +24,25 @@ class _Panel:
         self.records = data[: self.num_blocks * format.record_bytes]
         self.records = self.records.reshape(self.num_blocks, format.record_bytes)
         self.stored = data[start : start + 8 * width].reshape(2, 4 * width)
-        old, new = self.stored.copy().view(f32)
-        self.padding = data[self.num_blocks * format.record_bytes : start]
-        self.fresh = not new[:1].view(np.int32).any()
+        self.padding = (
+            data[self.num_blocks * format.record_bytes : start],
+            data[start + 8 * width :],
+        )
         self.numel, self.column, self.width = numel, column, width
-        self.set(old, new)
-
-    def set(self, old: np.ndarray, new: np.ndarray) -> None:
-        self.old, self.new = (np.where(x != 0, x, f32(1)) for x in (old, new))
         index = np.arange(self.num_blocks * BLOCK_NUMEL)
-        self.columns = ((index + self.column) % self.width).reshape(-1, BLOCK_NUMEL)
-        self.valid = (index < self.numel).reshape(-1, BLOCK_NUMEL)
-        self.acc = np.zeros(self.width + BLOCK_NUMEL, f32)
+        self.columns = ((index + column) % width).reshape(-1, BLOCK_NUMEL)
+        self.valid = (index < numel).reshape(-1, BLOCK_NUMEL)
         self.n = self.valid.sum(1).astype(f32)[:, None]
+        self.read_vectors()
+
+    def read_vectors(self) -> None:
+        old, new = self.stored.copy().view(f32)
+        self.fresh = not new[:1].view(np.int32).any()
+        self.old, self.new = (np.where(x != 0, x, f32(1)) for x in (old, new))
+        self.acc = np.zeros(self.width + BLOCK_NUMEL, f32)
+
+    def columns_sum(self) -> np.ndarray:
+        return _lane_sum(np.where(self.valid, self.new[self.columns], f32(0)))
 
     def blocks(self, values: np.ndarray) -> np.ndarray:
         padded = np.zeros(self.num_blocks * BLOCK_NUMEL, f32)
@@ -57,7 +63,7 @@ class _Panel:
         """Return m, and what v and k are in this panel: k * cols."""
         q, a, s = self.codes()
         cols = self.new[self.columns]
-        k = s * (self.n / _lane_sum(np.where(self.valid, cols, f32(0))))
+        k = s * (self.n / self.columns_sum())
         return (q.astype(f32) * a) * np.sqrt(self.old)[self.columns], cols, k
 
     def write(self, y: np.ndarray, s: np.ndarray, fit: np.ndarray) -> None:
@@ -123,12 +129,10 @@ def step(
         param[at] = torch.from_numpy((p * decay + x).reshape(-1)[: panel.numel])
         y = m * (f32(1) / np.sqrt(panel.new))[panel.columns]
         mean = b2 * panel.codes()[2] + w2 * (_lane_sum(square) / panel.n)
-        fit = ((np.abs(y).max(1) <= _LARGE) & (mean[:, 0] <= _LARGE)).nonzero()[0]
-        keep = np.zeros(panel.num_blocks, bool)
-        keep[fit] = True
+        fit = np.asarray((np.abs(y).max(1) <= _LARGE) & (mean[:, 0] <= _LARGE))
         s = _scale_of_v(mean)
-        panel.write(y, s, keep)
-        panel.add(np.minimum(square * _inverse(s * unbias, _SMALL), f32(4096)), keep)
+        panel.write(y, s, fit)
+        panel.add(np.minimum(square * _inverse(s * unbias, _SMALL), f32(4096)), fit)
         panel.fold(scalars.column_weight)
 
 
@@ -152,32 +156,26 @@ def encode(
     *,
     first: int = 0,
     width: int,
-    fitted: bool = True,
 ) -> int:
-    """Write the state of finite values; return how many blocks were not fit to write.
-
-    With `fitted=False` the vectors that are in `records` stay.
-    """
+    """Write the state of finite values; return how many blocks were not fit to write."""
     unfit = 0
     for panel, at in _panels(format, records, Place(exp_avg.numel(), width), first):
         m, v = panel.blocks(exp_avg[at].numpy()), panel.blocks(exp_avg_sq[at].numpy())
-        fit = (np.isfinite(v) & (v >= 0)).all(1)
+        fit = np.asarray((np.isfinite(v) & (v >= 0)).all(1))
         v = np.minimum(v, f32(2.0**119))
         mean = _lane_sum(v) / panel.n
-        if fitted:
-            panel.stored[:] = 0
-            ones = np.ones(width, f32)
-            panel.set(ones, ones)
-            panel.fresh = True
-            panel.add(v * _inverse(mean, _SMALL), fit)
+        panel.stored[:] = 0
+        for _ in range(FIT_ROUNDS):
+            panel.read_vectors()
+            panel.add(v * (_inverse(mean, _SMALL) * (panel.columns_sum() / panel.n)), fit)
             panel.fold(1.0)
-            panel.stored[0] = panel.stored[1]
-            old, new = panel.stored.copy().view(f32)
-            panel.set(old, new)
-        fit &= np.isfinite(m).all(1)
+        panel.stored[0] = panel.stored[1]
+        panel.read_vectors()
+        fit = fit & np.isfinite(m).all(1)
         y = np.clip(m / np.sqrt(panel.old)[panel.columns], -_LARGE, _LARGE)
         panel.write(y, _scale_of_v(np.minimum(mean, _LARGE)), fit)
-        panel.padding[:] = 0
+        for padding in panel.padding:
+            padding[:] = 0
         unfit += int((~fit).sum())
     return unfit
 
@@ -186,11 +184,11 @@ def _panels(
     format: PanelFormat, records: torch.Tensor, place: Place, first: int
 ) -> Iterator[tuple[_Panel, slice]]:
     grain, size = format.grain_numel(place), format.grain_bytes(place)
-    data = records.numpy()
+    data = records[: format.state_bytes(place)].numpy()
     with np.errstate(all="ignore"):
         for begin in range(0, place.numel, grain):
             numel = min(grain, place.numel - begin)
-            stored = data[begin // grain * size :]
+            stored = data[begin // grain * size :][:size]
             column = (first + begin) % place.width
             yield _Panel(format, stored, numel, column, place.width), slice(begin, begin + numel)
 

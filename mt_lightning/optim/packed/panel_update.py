@@ -6,8 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
+from mt_lightning.optim.packed import panel_columns
 from mt_lightning.optim.packed import panel_kernels as kernels
-from mt_lightning.optim.packed.panels import PanelFormat
+from mt_lightning.optim.packed.panels import FIT_ROUNDS, PanelFormat
 from mt_lightning.optim.packed.place import BLOCK_NUMEL, Place
 from mt_lightning.optim.packed.scalars import AdamScalars
 from mt_lightning.optim.packed.threads import in_pieces
@@ -62,9 +63,10 @@ class Panel:
             kernels.fit_blocks(v, self._work, self._width, column, count)
 
         self._data[self._vectors] = 0
-        self._prepare()
-        self._on_blocks(run, exp_avg_sq)
-        self._fold(1.0)
+        for _ in range(FIT_ROUNDS):
+            self._prepare()
+            self._on_blocks(run, exp_avg_sq)
+            self._fold(1.0)
         old, new = self._data[self._vectors].reshape(2, -1)
         old[:] = new
         self._prepare()
@@ -88,10 +90,10 @@ class Panel:
         return unfit
 
     def _prepare(self) -> None:
-        kernels.prepare(self._data[self._vectors], self._work, self._width)
+        panel_columns.prepare(self._data[self._vectors], self._work, self._width)
 
     def _fold(self, rho: float) -> None:
-        kernels.fold(
+        panel_columns.fold(
             self._data[self._vectors], self._work, self._width, self._column, self._numel, rho
         )
 

@@ -17,7 +17,8 @@ of a panel are
                                                             (float32 [width] each)
 
 and zeros up to a multiple of 4096 behind a full one. Zero stands for 1 in both vectors, so a panel
-of zero bytes is the state of a fresh tensor. A record holds
+of zero bytes is the state of a fresh tensor. The vectors add 32 bits over the rows of a panel to
+the 2.66 bits of a value: half a bit at most, a quarter at 4096 columns, .03 at 512. A record holds
 
     bytes 0-63    low four bits of q: byte j has element j in its low half, j + 64 in its high half
     bytes 64-79   signs of q: bit i of byte j is of element j + 16 i
@@ -30,7 +31,8 @@ q is in two's complement, from -15 to 15; n is 128, and less in the last block o
 rounded to nearest and zero where m is small: a weight that never sees a gradient keeps m == 0.
 
 [Note: a step of a panel]
-In float32, every operation rounded by itself, with w1 = 1 - b1, w2 = 1 - b2:
+In float32, every operation rounded by itself (divisions by sqrt(cols), a' and s' as a
+multiplication by the inverse, which is shared), with w1 = 1 - b1, w2 = 1 - b2:
 
     m'  = m + w1 * (g - m)
     x   = (-lr / (1 - b1^t) * m') / (sqrt(.93 b2 / (1 - b2^t) * k * cols + w2 / (1 - b2^t) * g^2)
@@ -47,6 +49,9 @@ and behind the last block, in float64,
     f   = acc / count of the column in the panel         divided by the mean of f
     c   = max(cols + rho * (f - cols), 2^-16)            rho = (1 - b2) / (1 - b2^t), 1 at first
     cols_old, cols = cols, c / mean of c                 rounded to 16 bits behind the first
+
+Vectors for a given v are found by the same fold with f = v / k, four times: k of each block takes
+the columns of the round before, which are all one at first.
 
 .93 is kappa^2 of this format (see records), below 1 since the mean of a row and a column is
 smoother than v. lim is the bound that a step of Adam keeps by itself (Kingma & Ba, 2015, section
@@ -81,6 +86,9 @@ _MIN_ROWS = 64
 
 KAPPA_SQUARED = 0.93
 """What the decayed part of v is multiplied by under the root."""
+
+FIT_ROUNDS = 4
+"""How often columns are fitted to a given v."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from mt_lightning.optim.packed import panel_reference
+from mt_lightning.optim.packed.panels import PanelFormat
 from mt_lightning.optim.packed.place import BLOCK_NUMEL, Place
 from mt_lightning.optim.packed.records import M4V4, R0, R1, R2, Format
 from mt_lightning.optim.packed.scalars import AdamScalars
@@ -56,8 +58,12 @@ def step(
     *,
     key: int,
     first: int = 0,
+    width: int = 0,
 ) -> None:
     """Take one step; see `update.adamw_step`."""
+    if isinstance(format, PanelFormat):
+        panel_reference.step(format, param, grad, records, scalars, first=first, width=width)
+        return
     numel = param.numel()
     exp_avg, exp_avg_sq = decode(format, records, numel)
     if format.exact:
@@ -78,8 +84,12 @@ def step(
     _write(format, _blocks(exp_avg), _blocks(exp_avg_sq), records, key, first)
 
 
-def decode(format: Format, records: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(
+    format: Format, records: torch.Tensor, numel: int, *, first: int = 0, width: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return m and v; see `update.decode`."""
+    if isinstance(format, PanelFormat):
+        return panel_reference.decode(format, records, numel, first=first, width=width)
     if format.exact:
         moments = _rows(format, records, numel).view(torch.float32)
         exp_avg, exp_avg_sq = moments[:, :BLOCK_NUMEL], moments[:, BLOCK_NUMEL:]
@@ -101,8 +111,12 @@ def encode(
     *,
     key: int = 0,
     first: int = 0,
+    width: int = 0,
 ) -> int:
     """Write the records of finite values; return how many blocks were not fit to write."""
+    if isinstance(format, PanelFormat):
+        moments = exp_avg, exp_avg_sq
+        return panel_reference.encode(format, *moments, records, first=first, width=width)
     if format.exact:
         moments = torch.cat([_blocks(exp_avg), _blocks(exp_avg_sq)], 1)
         _rows(format, records, exp_avg.numel()).copy_(moments.view(torch.uint8))

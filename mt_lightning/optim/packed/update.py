@@ -165,9 +165,10 @@ def encode(
 ) -> None:
     """Write records; for what `decode` returned, the very bytes that it came from.
 
-    For C5 this holds where `vectors` are given. Else vectors are fitted to `exp_avg_sq`, and are
-    not those that decoded values were made with: v decodes to the same values up to 2^-15 of them,
-    m up to 2^-7, all m of a block by the same factor.
+    For C5 this holds where `vectors` are given. Else they are fitted to `exp_avg_sq`, and are not
+    those that decoded values were made with. Then v decodes to the same values up to 2^-15 of them
+    where rows are as long as blocks, or a multiple or half of them and so on, and up to some
+    hundredths elsewhere; m is rounded again, by half a code at most.
 
     Args:
         format: How the state is kept.

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.plugins.precision import Precision
@@ -31,7 +30,8 @@ from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
 from mt_lightning.plugins.guard import ClipGuard
 from mt_lightning.plugins.precision import MegaTrainPrecision
-from mt_lightning.plugins.refusals import eager_reason, refuse
+from mt_lightning.plugins.refusals import eager_reason, micro_batches, refuse
+from mt_lightning.resume.keeper import RunKeeper
 from mt_lightning.tiers.link import Link
 from mt_lightning.tiers.store import Store
 
@@ -46,13 +46,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     Args:
         offload_dir: One directory, or a list with one per drive. None: a fresh one under the
             trainer's `default_root_dir`, removed when the process exits.
-        on_existing: What to do with a directory that holds a committed run: "error" or "overwrite".
+        on_existing: What to do with a directory that holds a committed run: "error", "resume" (go
+            on from its last commit) or "overwrite".
         max_vram_gb: Device budget in GiB; on a CPU it says one line and is ignored.
         max_ram_gb: Host budget in GiB; None: 80 % of what cgroup and host leave free.
         max_disk_gb: Disk ceiling in GiB; None: what is free, less a margin.
         optimizer_compression: How optimizer state is kept. False: as it is. "lossless": every bit
-            of it, in about 5/6 of the bytes on disk, for any optimizer. True: 2-4 bits per value,
-            lossy, for `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
+            of it, in about 5/6 of the bytes on disk. True: 2-4 bits per value, lossy, for
+            `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
         layer_major: Order of accumulation; "auto" means False in this version.
         recompute: Recompute activations in backward; "auto" means True in this version.
         durability: When a step is made durable; "auto" means "step" in this version.
@@ -123,6 +124,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._arming = False
         """Whether the next backward completes a window, so that pages may be updated behind it."""
         self._failed = False
+        self._keeper: RunKeeper | None = None
 
     # -- plugins ----------------------------------------------------------------------------------
 
@@ -203,7 +205,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             engine.attach(
                 self.optimizers if fitting else [],
                 schedule="eager" if self._eager else "deferred",
-                micro_batches=_micro_batches(trainer) if fitting else 1,
+                micro_batches=micro_batches(trainer) if fitting else 1,
             )
         except BaseException:
             if engine.plan is None:
@@ -214,6 +216,13 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         if fitting:
             self._route(model)
             self._guard.attach(model)
+            try:
+                self._keeper = RunKeeper(trainer, engine)
+                self._keeper.begin()
+            except BaseException:
+                self.teardown()
+                self._close()
+                raise
             log.info("updates are %s", "eager" if self._eager else f"deferred: {reason}")
 
     def _open(self, model: pl.LightningModule, trainer: pl.Trainer) -> Engine:
@@ -253,6 +262,23 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Do nothing: parameters go to the device unit by unit."""
 
     @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Return the loader; its iterator is made next, and draws from the generators."""
+        if self._keeper is not None and self.lightning_module.trainer.training:  # type: ignore[union-attr]
+            self._keeper.before_iterator()
+        return dataloader
+
+    @override
+    def on_train_start(self) -> None:
+        """Follow the loops from here on."""
+        self._keeper.attach()  # type: ignore[union-attr]
+
+    @override
+    def on_train_end(self) -> None:
+        """Commit that nothing is due any more."""
+        self._keeper.finish()  # type: ignore[union-attr]
+
+    @override
     def on_exception(self, exception: BaseException) -> None:
         """Remember that the run failed; `teardown` then restores what is needed."""
         self._failed = True
@@ -262,6 +288,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Commit, park the parameters on their files and give all memory back."""
         model = self.lightning_module
         self._guard.detach()
+        if self._keeper is not None:
+            self._keeper.detach()
+            self._keeper = None
         if model is not None:
             model.__dict__.pop("zero_grad", None)
         for wrapper in self._lightning_optimizers:
@@ -347,13 +376,6 @@ def grad_norm(trainer: pl.Trainer) -> float | None:
     if not isinstance(strategy, MegaTrainStrategy) or strategy.engine is None:
         raise ConfigError("grad_norm(trainer) needs a trainer that runs with strategy='megatrain'.")
     return strategy.engine.last_norm
-
-
-def _micro_batches(trainer: pl.Trainer) -> int | None:
-    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
-    if scheduled or not trainer.lightning_module.automatic_optimization:
-        return None
-    return trainer.accumulate_grad_batches
 
 
 def _fresh_directory(root: str | os.PathLike[str]) -> str:

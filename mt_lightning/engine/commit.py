@@ -13,25 +13,49 @@ from mt_lightning.pages.table import PageTable
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.io import IOQueue
 
+RUN_KEY = "run"
+"""The tensor of a record that holds the state of the loop that trains, as bytes."""
+
 
 class Committer:
-    """Writes commit records; called from one thread at a time."""
+    """Writes commit records; called from one thread at a time.
 
-    def __init__(self, table: PageTable, io: IOQueue, log: CommitLog, stats: Stats) -> None:
+    Args:
+        table: The pages.
+        io: I/O threads.
+        log: Where records go.
+        stats: Counters to keep.
+        layout: The file that describes the pages.
+    """
+
+    def __init__(
+        self, table: PageTable, io: IOQueue, log: CommitLog, stats: Stats, layout: str
+    ) -> None:
         self._table = table
+        self._layout = layout
         self._io = io
         self._log = log
         self._stats = stats
         latest = log.latest()
         self._sequence = latest.sequence if latest is not None else 0
         self.step = 0
+        self.run_state: bytes | None = None
 
-    def commit(self, step: int, take_touched: Callable[[], set[str]]) -> None:
+    def go_on(self, record: CommitRecord) -> None:
+        """Continue after a commit that the pages were restored from."""
+        self.step = record.step
+        state = record.tensors.get(RUN_KEY)
+        self.run_state = state.numpy().tobytes() if state is not None else None
+
+    def commit(
+        self, step: int, take_touched: Callable[[], set[str]], run_state: bytes | None
+    ) -> None:
         """Make the current slots durable and name them in a record.
 
         Args:
             step: Optimizer steps applied so far.
             take_touched: Returns, and forgets, the files written since the last commit.
+            run_state: State of the loop that trains, which goes on from it when it is resumed.
         """
         self._io.sync(sorted(take_touched())).wait()
         self._sequence += 1
@@ -46,6 +70,8 @@ class Committer:
         for plane in self._table.planes():
             if plane.lengths:
                 tensors[f"{plane.key}/lengths"] = torch.tensor(plane.lengths)
+        if run_state is not None:
+            tensors[RUN_KEY] = torch.frombuffer(bytearray(run_state), dtype=torch.uint8)
         self._log.write(
             CommitRecord(
                 sequence=self._sequence,
@@ -54,11 +80,11 @@ class Committer:
                 slots=slots,
                 sums=sums,
                 tensors=tensors,
-                meta={"optimizer": values},
+                meta={"optimizer": values, "layout": self._layout},
             )
         )
         self._table.commit()
-        self.step = step
+        self.step, self.run_state = step, run_state
         self._stats.commits += 1
 
 
@@ -71,10 +97,16 @@ def _small_state(table: PageTable) -> tuple[dict[str, torch.Tensor], dict[str, A
             if state.empty:
                 continue
             plain: dict[str, Any] = {}
+            small: list[str] = []
             for key, value in state.values.items():
                 if isinstance(value, torch.Tensor):
                     tensors[f"{spec.name}/{key}"] = value.contiguous()
+                    small.append(key)
                 else:
                     plain[key] = value
-            values[spec.name] = {"present": list(state.present), "values": plain}
+            values[spec.name] = {
+                "present": list(state.present),
+                "values": plain,
+                "tensors": small,
+            }
     return tensors, values

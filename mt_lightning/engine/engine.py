@@ -10,7 +10,7 @@ parked:    parameters show the committed files and nothing of the engine is in R
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from mt_lightning.engine.hooks import attach_hooks
 from mt_lightning.engine.importing import (
     create_files,
     file_sizes,
+    forget_weights,
     give_back,
     give_birth,
     import_weights,
@@ -40,6 +41,7 @@ from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.plain import PlainState
 from mt_lightning.engine.plan import Plan, make_plan
+from mt_lightning.engine.restore import keep_layout, take_over
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.units import find_units
 from mt_lightning.engine.workspace import Workspace
@@ -120,6 +122,24 @@ class Engine:
         """Gradient norm before clipping of the last step clipped by norm, None without one."""
         return self._live.run.steps.last_norm if self._live is not None else self._last_norm
 
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken so far."""
+        return self.live.run.steps.count
+
+    @property
+    def run_state(self) -> bytes | None:
+        """The state of the loop that trains in the last commit, None where there is none."""
+        return self._committer.run_state if self._committer is not None else None
+
+    def follow(self, take_run_state: Callable[[], bytes]) -> None:
+        """Let commits carry the state of the loop that trains; it then says when a step ends."""
+        self.live.run.steps.commits.take_run_state = take_run_state
+
+    def end_step(self, run_state: bytes) -> None:
+        """Take the state of the loop, now that all of a step is done."""
+        self.live.run.steps.end_step(run_state)
+
     def expected_bytes_per_step(self) -> tuple[int, int]:
         """Return the bytes that a step over all units reads and writes, by the plan."""
         assert self.plan is not None
@@ -197,13 +217,21 @@ class Engine:
         )
         same = old is not None and old.table.fingerprint == build.table.fingerprint
         files = file_sizes(build.table, plan)
+        record, self.machine.record = self.machine.record, None
+        if record is not None:
+            self._files = take_over(self.machine, build.table, record, trains=bool(optimizers))
         check_disk(self.machine, self._files, files, self.options.max_disk_gb)
         if same and old is not None and old is not build:
             take_planes(old.table, build.table)
         if old is not build or self._committer is None:
             step = self._committer.step if self._committer is not None and not optimizers else 0
-            self._committer = Committer(build.table, self.machine.io, self.machine.log, self._stats)
+            name = keep_layout(self.machine.store, build.table)
+            self._committer = Committer(
+                build.table, self.machine.io, self.machine.log, self._stats, name
+            )
             self._committer.step = step
+            if record is not None:
+                self._committer.go_on(record)
         run = runtime.start(
             self.root,
             build,
@@ -221,9 +249,17 @@ class Engine:
         imported: list[Page] = []
         taken: list[dict[int, dict[str, Any]]] = []
         try:
-            create_files(self.machine.store, self._files, files, keep_weights=same)
+            # What a commit names is there already, and nothing else is.
+            old_files = self._files if record is None else {}
+            create_files(self.machine.store, old_files, files, keep_weights=same)
             self._files = files
-            import_weights(run, build, self._parking if same else None, self._unborn, imported)
+            if record is not None:
+                forget_weights(run, build, imported)
+                self._unborn.clear()
+                birth.mark_born(self.root)
+            else:
+                parked = self._parking if same else None
+                import_weights(run, build, parked, self._unborn, imported)
             if self._unborn:
                 give_birth(self.root, run, build, self._unborn)
                 self._unborn.clear()
@@ -233,7 +269,8 @@ class Engine:
                 taken.append(facade.take())
                 if taken[-1]:
                     take_state(run, self.machine, index, taken[-1])
-            run.steps.commit_now(weights=True)
+            if record is None:
+                run.steps.commit_now(weights=True)
         except BaseException:
             run.worker.abandon()
             give_back(run, build, parking, imported)

@@ -86,6 +86,13 @@ def import_weights(
         imported.append(page)
 
 
+def forget_weights(run: Runtime, build: Build, imported: list[Page]) -> None:
+    """Leave placeholders in place of what the parameters hold: the pages have better."""
+    for page in build.table:
+        run.binder.blank(page)
+        imported.append(page)
+
+
 def give_back(run: Runtime, build: Build, parking: Parking, imported: list[Page]) -> None:
     """Give imported parameters their values back, after a start that failed.
 

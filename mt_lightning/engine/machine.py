@@ -19,7 +19,7 @@ import psutil
 from mt_lightning.engine.options import OnExisting
 from mt_lightning.errors import BudgetError, ConfigError, StorageError
 from mt_lightning.tiers.arena import Arena
-from mt_lightning.tiers.commit import CommitLog
+from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.filesystem import free_bytes, is_memory, kind
 from mt_lightning.tiers.heap import return_freed_memory
 from mt_lightning.tiers.io import IOQueue
@@ -33,6 +33,8 @@ GIB = 1 << 30
 _RAM_SHARE = 0.8
 _DISK_MARGIN_BYTES = 1 << 30
 _RECORDS = ("commit.0", "commit.1")
+LAYOUT_NAME = "layout-{}.json"
+"""The file that describes the pages of a run, by the hash of what it says."""
 _PAGE_FILE = re.compile(r"p\d+\.(weight|state|grad)\.\d(\.new)?")
 
 
@@ -49,6 +51,7 @@ class Machine:
         arena: Frames in RAM.
         link: The way to the device.
         clock: Seconds, for timing only.
+        record: The commit that a run goes on from, None for a new run.
     """
 
     directories: list[str]
@@ -60,6 +63,7 @@ class Machine:
     link: Link
     clock: Callable[[], float]
     locks: list[DirectoryLock]
+    record: CommitRecord | None = None
 
     def close(self) -> None:
         """End threads, close files and give the directory back."""
@@ -102,9 +106,13 @@ def open_machine(
             lock = DirectoryLock(path)
             lock.acquire()
             locks.append(lock)
-        _check_existing(paths, on_existing)
-        for path in paths:
-            _remove_run(path)
+        paths = _check_existing(paths, on_existing)
+        record = CommitLog(paths).latest() if on_existing == "resume" else None
+        if record is None or not record.step:
+            # Before the first step there is nothing to go on from.
+            record = None
+            for path in paths:
+                _remove_run(path)
         in_memory = any(is_memory(path) for path in paths)
         if in_memory:
             log.warning(
@@ -131,6 +139,7 @@ def open_machine(
         link or HostLink(),
         clock,
         locks,
+        record,
     )
 
 
@@ -155,7 +164,8 @@ def _check_writable(path: Path) -> None:
         ) from error
 
 
-def _check_existing(paths: list[Path], on_existing: OnExisting) -> None:
+def _check_existing(paths: list[Path], on_existing: OnExisting) -> list[Path]:
+    """Refuse what must not be touched; return the directories, the one with the commits first."""
     found = [file for path in paths for file in sorted(path.glob("pages/*"))]
     for file in found:
         if not _PAGE_FILE.fullmatch(file.name):
@@ -163,23 +173,29 @@ def _check_existing(paths: list[Path], on_existing: OnExisting) -> None:
                 f"offload_dir={str(file.parents[1])!r}: {file} is no page of a run, and nothing "
                 "but pages may be in that folder. Give another offload_dir."
             )
-    if on_existing == "overwrite":
-        return
-    records = [record for path in paths if (record := CommitLog([path]).latest())]
-    if not records and not found:
-        return
-    what = f"a run committed at step {records[0].step}" if records else "pages of another run"
+    records = {path: record for path in paths if (record := CommitLog([path]).latest())}
+    if len(records) > 1 and on_existing == "resume":
+        raise ConfigError(
+            f"offload_dir names several runs: {', '.join(map(str, records))} each hold commits. "
+            "Give the directories of one run."
+        )
+    if on_existing == "resume" and found and not records:
+        log.warning("offload_dir holds pages but no commit: the run starts from the beginning.")
+    if on_existing != "error" or not (records or found):
+        return sorted(paths, key=lambda path: path not in records)
+    what = "pages of a run that was never committed"
+    if records:
+        what = f"a run committed at step {max(record.step for record in records.values())}"
     where = ", ".join(str(path) for path in paths)
     raise ConfigError(
-        f"offload_dir={where} holds {what}. Set on_existing='overwrite' to discard it, give "
-        f"another "
-        "offload_dir, or delete the directory. (Resuming from it comes in a later version.)"
+        f"offload_dir={where} holds {what}. Set on_existing='resume' to go on with it, "
+        "on_existing='overwrite' to discard it, give another offload_dir, or delete the directory."
     )
 
 
 def _remove_run(path: Path) -> None:
     shutil.rmtree(path / "pages", ignore_errors=True)
-    for name in _RECORDS:
+    for name in (*_RECORDS, *path.glob(LAYOUT_NAME.format("*"))):
         (path / name).unlink(missing_ok=True)
 
 

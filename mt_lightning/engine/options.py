@@ -23,7 +23,7 @@ class Options:
     """One directory, or a list with one per drive; None: a fresh one under the trainer's root."""
 
     on_existing: OnExisting = "error"
-    """What to do with a directory that holds a committed run."""
+    """What to do with a directory that holds a committed run: refuse, go on with it, discard it."""
 
     max_vram_gb: float | None = None
     """Device budget in GiB; on a CPU it says one line and is ignored."""
@@ -69,7 +69,6 @@ class Options:
         _later("layer_major", self.layer_major, ("auto", False))
         _later("recompute", self.recompute, ("auto", True))
         _later("durability", self.durability, ("auto", "step"))
-        _later("on_existing", self.on_existing, ("error", "overwrite"))
         if self.offload_dir is not None:
             _names(
                 "offload_dir", self.offload_dir, (str, os.PathLike), "a directory, a list of them"

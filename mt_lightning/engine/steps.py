@@ -19,6 +19,7 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients, PageGrads
 from mt_lightning.engine.spill import Spiller
+from mt_lightning.engine.step_commits import StepCommits
 from mt_lightning.engine.trained import Trained
 from mt_lightning.engine.update import PageUpdate, Updater
 from mt_lightning.engine.worker import UpdateWorker
@@ -68,7 +69,6 @@ class Steps:
         self._updater = updater
         self._inline = inline
         self._spiller = spiller
-        self._committer = committer
         self._stats = stats
         self._spilled = spilled
         self._nonfinite = nonfinite
@@ -80,7 +80,7 @@ class Steps:
         self._ready: list[Page] = []
         self._due: dict[int, _Due] = {}
         self._clips: dict[int, Clip] = {}
-        self._uncommitted = False
+        self.commits = StepCommits(committer, worker, self.take_touched)
         self.count = committer.step
         self.partial = False
         """Whether a step has begun to change pages and is not finished."""
@@ -276,10 +276,19 @@ class Steps:
         self.partial = False
         self.count += 1
         self._stats.steps += 1
-        self._uncommitted = True
-        if eager:
-            self._commit()
+        self.commits.stepped(self.count)
+        if eager and self.commits.take_run_state is None:
+            self.commits.submit()
         return True
+
+    def end_step(self, run_state: bytes) -> None:
+        """Take the state of the loop that trains, now that all of a step is done.
+
+        The commit of an eager step begins here, that of a deferred one with the next backward.
+        """
+        self.commits.end_step(run_state)
+        if not self._due:
+            self.commits.submit()
 
     def zero_grad(self, optimizer: int) -> None:
         """Drop the gradients of `optimizer`."""
@@ -313,7 +322,7 @@ class Steps:
         """Submit everything due, then the commit of the step."""
         for index in list(self._due):
             self._submit_due(self._table[index])
-        self._commit()
+        self.commits.submit()
 
     def drain(self) -> None:
         """Apply and commit everything, and wait for it."""
@@ -323,23 +332,13 @@ class Steps:
     def _submit_due(self, page: Page) -> None:
         self._submit(page, self._due.pop(page.index))
 
-    def _commit(self) -> None:
-        if self._uncommitted:
-            self._uncommitted = False
-            step = self.count
-            self._worker.submit(
-                lambda: self._committer.commit(step, self.take_touched), None, lambda: None
-            )
-
     def commit_now(self, *, weights: bool = False) -> None:
         """Commit what was written outside a step; nothing is pending.
 
         Args:
             weights: Whether every weight plane may have been written.
         """
-        touched = self.take_touched()
-        touched |= {page.weight.file for page in self._table if weights}
-        self._committer.commit(self.count, lambda: touched)
+        self.commits.now({page.weight.file for page in self._table if weights})
 
     def take_touched(self) -> set[str]:
         """Return and forget the files written since the last commit."""
@@ -391,8 +390,9 @@ class Steps:
         self._clips.clear()
         self._gradients.reset()
         self.disarm()
-        self.partial = self._uncommitted = False
-        self.count = self._committer.step
+        self.partial = False
+        self.commits.reset()
+        self.count = self.commits.committed_step
         for updater in (self._updater, self._inline):
             updater.forget()
             updater.touched = set()

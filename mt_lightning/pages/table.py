@@ -104,6 +104,15 @@ class Page:
         """Number of the page."""
         return self.layout.index
 
+    def describe(self) -> dict[str, object]:
+        """Return what a run that goes on must have in common, as JSON data."""
+        keys: list[list[str]] = [[] for _ in self.layout.params]
+        for tensor in self.state_layout.tensors:
+            keys[tensor.param].append(f"{tensor.key} {tensor.dtype} {tensor.shape}")
+        layout = self.state_layout
+        form = list(layout.formats) or ["coded" if layout.slots else "raw"] * len(keys)
+        return {**self.layout.describe(), "state": keys, "form": form}
+
     def commit(self) -> None:
         """Take everything current as committed."""
         self.weight.commit()
@@ -145,6 +154,10 @@ class PageTable:
 
     def __getitem__(self, index: int) -> Page:
         return self.pages[index]
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return what a run that goes on must have in common, as JSON data."""
+        return [page.describe() for page in self.pages]
 
     def planes(self) -> Iterator[Plane]:
         """Yield every plane that has bytes."""

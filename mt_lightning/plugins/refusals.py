@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import CheckpointIO
 
 from mt_lightning.errors import ConfigError
@@ -60,3 +61,11 @@ def eager_reason(
             if getattr(type(callback), name) is not getattr(pl.Callback, name):
                 return f"{type(callback).__name__} overrides {name}"
     return None
+
+
+def micro_batches(trainer: pl.Trainer) -> int | None:
+    """Return how many backward passes make a step, None where that is not known."""
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    if scheduled or not trainer.lightning_module.automatic_optimization:
+        return None
+    return trainer.accumulate_grad_batches

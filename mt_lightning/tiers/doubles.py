@@ -69,6 +69,10 @@ class MemoryStore(Store):
         """See `Store.exists`."""
         return name in self._payloads
 
+    def names(self) -> list[str]:
+        """See `Store.names`."""
+        return sorted(self._payloads)
+
     def size(self, name: str) -> int:
         """See `Store.size`."""
         return len(self._payload(name))
@@ -150,6 +154,9 @@ class _WrappedStore(Store):
 
     def exists(self, name: str) -> bool:
         return self.inner.exists(name)
+
+    def names(self) -> list[str]:
+        return self.inner.names()
 
     def size(self, name: str) -> int:
         return self.inner.size(name)

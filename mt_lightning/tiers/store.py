@@ -85,6 +85,10 @@ class Store(ABC):
         """Tell whether a payload exists, whole."""
 
     @abstractmethod
+    def names(self) -> list[str]:
+        """Return the names of all payloads."""
+
+    @abstractmethod
     def size(self, name: str) -> int:
         """Return the payload bytes of a name."""
 
@@ -221,6 +225,10 @@ class FileStore(Store):
     def exists(self, name: str) -> bool:
         """See `Store.exists`."""
         return name in self._places
+
+    def names(self) -> list[str]:
+        """See `Store.names`."""
+        return sorted(self._places)
 
     def path_of(self, name: str) -> Path:
         """Return where the file of a name lies.

@@ -18,7 +18,7 @@ WRONG: list[tuple[str, Any]] = [
         for name in ("max_ram_gb", "max_vram_gb", "max_disk_gb")
         for value in (0, -1, -0.5, NAN, INF, "4", "all", True, [1.0], {})
     ],
-    *[("on_existing", value) for value in ("resume", "delete", None, True, 1, "")],
+    *[("on_existing", value) for value in ("Resume", "delete", None, True, 1, "")],
     *[("durability", value) for value in ("checkpoint", "never", None, 1)],
     *[("nonfinite", value) for value in ("ignore", None, True, "")],
     *[("layer_major", value) for value in (True, "yes", 0, 1, None)],

@@ -1,0 +1,29 @@
+"""The states of the random number generators that training draws from."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def take_rng() -> dict[str, Any]:
+    """Return the states of torch, numpy and Python, as tensors and plain values."""
+    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
+    assert isinstance(keys, np.ndarray)
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "python": random.getstate(),
+    }
+
+
+def give_rng(state: dict[str, Any]) -> None:
+    """Set the generators to what `take_rng` returned."""
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    torch.set_rng_state(state["torch"])
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    version, internal, gauss_next = state["python"]
+    random.setstate((version, tuple(internal), gauss_next))

@@ -1,0 +1,141 @@
+"""A process that has everything imported and forks one run per line of its input.
+
+Run by test_kill: importing takes seconds, a fork milliseconds. A line is JSON with `directory`,
+`resume`, `result` (a file for what the run told), `flag` (a file of 8 bytes, see Flag), `sabotage`
+and `run` (settings of `train`). The server answers with the process id, and when the process has
+ended with its status.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import mmap
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mt_lightning.resume import keeper, run_state
+from mt_lightning.tiers.commit import CommitLog
+from mt_lightning.tiers.store import FileStore
+
+from .run import Told, paged, train
+
+
+class Flag:
+    """Eight bytes that another process can read after this one was killed.
+
+    Byte 0: whether training has begun. Byte 1: how many page writes and commits are under way.
+    """
+
+    def __init__(self, path: str) -> None:
+        with open(path, "r+b") as file:
+            self._memory = mmap.mmap(file.fileno(), 8)
+        self._lock = threading.Lock()
+        self.begun = self.ended = 0.0
+
+    def begin(self) -> None:
+        self._memory[0] = 1
+        self.begun = time.monotonic()
+
+    def end(self) -> None:
+        self.ended = time.monotonic()
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        with self._lock:
+            self._memory[1] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._memory[1] -= 1
+
+
+def watch(flag: Flag) -> None:
+    """Let page writes, syncs and commits raise the flag."""
+    for owner, name in ((FileStore, "write"), (FileStore, "sync"), (CommitLog, "write")):
+        setattr(owner, name, _watched(getattr(owner, name), flag))
+
+
+def _watched(function: Any, flag: Flag) -> Any:
+    def wrapped(*arguments: Any) -> Any:
+        with flag.writing():
+            return function(*arguments)
+
+    return wrapped
+
+
+def sabotage(kind: str) -> None:
+    """Break the restoration in a way that loads without an error."""
+    if kind == "rng":
+        run_state.give_rng = lambda state: None
+    elif kind == "scheduler":
+        give_early = run_state.give_early
+
+        def give_no_schedule(trainer: Any, state: dict[str, Any]) -> None:
+            fresh = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+            give_early(trainer, {**state, "lr_schedulers": fresh})
+
+        keeper.give_early = give_no_schedule
+    elif kind == "data":
+        give = run_state.DataPosition.give
+        run_state.DataPosition.give = lambda self, taken, fetcher: give(
+            self, {**taken, "num_batches": taken["num_batches"] - 1}, fetcher
+        )
+
+
+def run(order: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    flag = Flag(order["flag"])
+    watch(flag)
+    if order["sabotage"]:
+        sabotage(order["sabotage"])
+    Told.on_train_start = lambda self: flag.begin()
+    Told.on_train_end = lambda self: flag.end()
+    strategy = paged(Path(order["directory"]), on_existing="resume" if order["resume"] else "error")
+    module = train(strategy, **order["run"])
+    digest = hashlib.sha256()
+    for value in module.state_dict().values():
+        digest.update(value.contiguous().numpy())
+    told = {
+        "batches": module.batches,
+        "events": module.events,
+        "sha256": digest.hexdigest(),
+        "seconds": flag.ended - flag.begun,
+    }
+    Path(order["result"]).write_text(json.dumps(told))
+
+
+def main() -> None:
+    for line in sys.stdin:
+        order = json.loads(line)
+        pid = os.fork()
+        if not pid:
+            with open(order["result"] + ".log", "w") as log:
+                os.dup2(log.fileno(), 1)
+                os.dup2(log.fileno(), 2)
+            try:
+                run(order)
+            except BaseException:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)
+            os._exit(0)
+        print(json.dumps({"pid": pid}), flush=True)
+        _, status = os.waitpid(pid, 0)
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        print(json.dumps({"killed": killed, "code": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

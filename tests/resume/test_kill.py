@@ -1,0 +1,188 @@
+"""kill -9 at any moment: the run goes on from its last commit as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Server:
+    """The fork server, and the runs it makes."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.resume.fork_server"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self._count = 0
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait(60)
+        self._process.stdout.close()
+
+    def run(
+        self,
+        directory: Path,
+        *,
+        resume: bool = False,
+        kill: random.Random | None = None,
+        in_write: bool = False,
+        longest_s: float = 0.0,
+        sabotage: str = "",
+        **run: Any,
+    ) -> tuple[dict[str, Any] | None, bool]:
+        """Run to the end, or kill it somewhere.
+
+        Returns:
+            What the run told, None where it was killed; whether the kill hit a write or a commit.
+        """
+        self._count += 1
+        result = self._directory / f"{self._count}.json"
+        flag = self._directory / f"{self._count}.flag"
+        flag.write_bytes(bytes(8))
+        order = {
+            "directory": str(directory),
+            "resume": resume,
+            "result": str(result),
+            "flag": str(flag),
+            "sabotage": sabotage,
+            "run": run,
+        }
+        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.flush()
+        pid = json.loads(self._process.stdout.readline())["pid"]
+        if kill is not None:
+            self._kill(pid, flag, kill.uniform(0, longest_s), in_write)
+        end = json.loads(self._process.stdout.readline())
+        if end["killed"]:
+            return None, flag.read_bytes()[1] > 0
+        assert end["code"] == 0, Path(f"{result}.log").read_text()
+        return json.loads(result.read_text()), False
+
+    @staticmethod
+    def _kill(pid: int, flag: Path, delay_s: float, in_write: bool) -> None:
+        with flag.open("rb") as file:
+
+            def state() -> bytes:
+                return os.pread(file.fileno(), 2, 0)
+
+            while not state()[0] and _alive(pid):
+                time.sleep(0.001)
+            time.sleep(delay_s)
+            if in_write:
+                deadline = time.monotonic() + 0.2
+                while not state()[1] and time.monotonic() < deadline and _alive(pid):
+                    pass
+        if _alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    yield made
+    made.close()
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "clipped": {"gradient_clip_val": 0.5},
+    "accumulated": {"accumulate_grad_batches": 2, "max_steps": 9},
+    "workers": {"workers": 2, "noisy": True},
+}
+
+
+def check(server: Server, directory: Path, num_kills: int, kinds: list[str], seed: int) -> None:
+    chance = random.Random(seed)
+    expected, lengths = {}, {}
+    for kind in kinds:
+        expected[kind], _ = server.run(directory / kind, **KINDS[kind])
+        lengths[kind] = expected[kind]["seconds"]
+    kills = hits = num_runs = 0
+    while kills < num_kills:
+        num_runs += 1
+        kind = kinds[num_runs % len(kinds)]
+        place = directory / f"{kind}-{num_runs}"
+        resumed = False
+        # Killed once or several times on its way.
+        for _ in range(chance.randint(1, 2)):
+            told, hit = server.run(
+                place,
+                resume=resumed,
+                kill=chance,
+                in_write=kills % 4 != 0,
+                longest_s=lengths[kind],
+                **KINDS[kind],
+            )
+            if told is not None:
+                break
+            kills, hits, resumed = kills + 1, hits + hit, True
+        if not resumed:
+            continue  # it was done before it could be killed
+        told, _ = server.run(place, resume=True, **KINDS[kind])
+        assert_ends_as(expected[kind], told)
+    print(f"{kills} kills, {hits} during a page write or a commit")
+    assert hits >= kills / 2
+
+
+def assert_ends_as(expected: dict[str, Any] | None, told: dict[str, Any] | None) -> None:
+    assert expected is not None
+    assert told is not None
+    skipped = len(expected["batches"]) - len(told["batches"])
+    assert told["batches"] == expected["batches"][skipped:]
+    assert told["events"] == expected["events"][len(expected["events"]) - len(told["events"]) :]
+    assert told["sha256"] == expected["sha256"]
+
+
+def test_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
+    check(server, tmp_path, 6, ["eager", "clipped"], seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_two_hundred_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
+    check(server, tmp_path, 200, list(KINDS), seed=2)
+
+
+@pytest.mark.parametrize("kind", ["rng", "scheduler", "data"])
+def test_a_bad_restoration_would_be_seen(server: Server, tmp_path: Path, kind: str) -> None:
+    expected, _ = server.run(tmp_path / "straight")
+    server.run(tmp_path / "run", stop=7)
+    told, _ = server.run(tmp_path / "run", resume=True, sabotage=kind)
+    with pytest.raises(AssertionError):
+        assert_ends_as(expected, told)
+
+
+def test_an_overfitted_run_keeps_its_loss(server: Server, tmp_path: Path) -> None:
+    run = {"num_samples": 2, "max_steps": 120, "rate": 1e-2}
+    expected, _ = server.run(tmp_path / "straight", **run)
+    server.run(tmp_path / "run", stop=100, **run)
+    told, _ = server.run(tmp_path / "run", resume=True, **run)
+    assert told is not None
+    assert told["batches"][0][-1] < 0.2 < 4.0 < expected["batches"][0][-1]
+    assert_ends_as(expected, told)

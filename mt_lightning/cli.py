@@ -50,6 +50,7 @@ examples:
   megatrain train model=hf model.model=/path/to/model    any Hugging Face causal LM
   megatrain train strategy.max_ram_gb=1 strategy.offload_dir=/mnt/nvme/run1
   megatrain train optimizer=sgd optimizer.lr=0.02 trainer.accumulate_grad_batches=4
+  megatrain train strategy.offload_dir=/mnt/nvme/run1 resume=true   go on after an interruption
   megatrain train strategy=auto                          plain Lightning, to compare
 
 groups: model (smollm2, tiny, hf), data (shakespeare, text), strategy (megatrain, auto),

@@ -43,6 +43,8 @@ def train(settings: DictConfig, console: Console) -> float:
         KeyboardInterrupt: if the run was stopped; what was trained has been saved.
     """
     _check_complete(settings)
+    if settings.resume:
+        _resume(settings)
     disable_progress_bar()
     _quiet_warnings()
     seed_everything(settings.seed, verbose=False)
@@ -54,8 +56,11 @@ def train(settings: DictConfig, console: Console) -> float:
     _show_start(console, settings, module, output_dir)
 
     samples = settings.samples
-    before = _measure(trainer, module, data)
-    _show_samples(console, f"Before: perplexity {before:.2f}", module, data.tokenizer, samples)
+    was = ""
+    if not settings.resume:  # what the model was before lies in the past
+        before = _measure(trainer, module, data)
+        was = f" (was {before:.2f})"
+        _show_samples(console, f"Before: perplexity {before:.2f}", module, data.tokenizer, samples)
     try:
         with _ctrl_c_raises(trainer):
             trainer.fit(module, datamodule=data)
@@ -63,7 +68,7 @@ def train(settings: DictConfig, console: Console) -> float:
         _after_interrupt(console, settings, trainer, module, data, output_dir)
         raise
     after = _measure(trainer, module, data)
-    title = f"After {trainer.global_step} steps: perplexity {after:.2f} (was {before:.2f})"
+    title = f"After {trainer.global_step} steps: perplexity {after:.2f}{was}"
     _show_samples(console, title, module, data.tokenizer, samples)
     if settings.save_model:
         _save(console, module, data.tokenizer, output_dir)
@@ -79,6 +84,16 @@ def build_trainer(settings: DictConfig) -> Trainer:
         "logger": _build(settings.logger),
     }
     return instantiate(settings.trainer, **parts, _convert_="all")
+
+
+def _resume(settings: DictConfig) -> None:
+    strategy = settings.strategy
+    if not isinstance(strategy, DictConfig) or not strategy.get("offload_dir"):
+        raise ConfigError(
+            "resume=true goes on from the commits of a run: name its directory with "
+            "strategy.offload_dir=... (it must have been given when the run began)."
+        )
+    OmegaConf.update(strategy, "on_existing", "resume", force_add=True)
 
 
 def _check_complete(settings: DictConfig) -> None:

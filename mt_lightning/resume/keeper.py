@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import lightning.pytorch as pl
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.errors import ConfigError
@@ -92,6 +93,9 @@ class RunKeeper:
         if self._engine.num_steps != self._num_steps:
             self._num_steps = self._engine.num_steps
             self._engine.end_step(self._take())
+            if self._trainer.received_sigterm:
+                # Lightning would go on to the end of the epoch; whoever asks to end will not wait.
+                raise SIGTERMException
 
     def _take(self) -> bytes:
         state = take(self._trainer, self._position)

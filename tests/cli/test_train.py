@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -86,6 +87,29 @@ def test_ctrl_c_keeps_what_was_trained(workplace: Path, capsys: pytest.CaptureFi
     assert captured.err.endswith("megatrain: interrupted\n")
     assert "Traceback" not in captured.err
     assert (output_of(workplace) / "model" / "model.safetensors").exists()
+
+
+def test_an_interrupted_run_goes_on(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pages = f"strategy.offload_dir={workplace}/pages"
+    steps = "trainer.max_steps=4"
+    assert cli.main(["train", *TINY, steps]) == 0
+    straight = re.findall(r"After 4 steps: perplexity [\d.]+", capsys.readouterr().out)
+    stop = f"+callbacks.stop._target_={__name__}.CtrlC"
+    assert cli.main(["train", *TINY, steps, stop, pages, "save_model=false"]) == 130
+    capsys.readouterr()
+    gc.collect()  # the directory is in use until the run is gone
+    assert cli.main(["train", *TINY, steps, pages]) == 2
+    assert "on_existing='resume'" in " ".join(capsys.readouterr().err.split())
+    assert cli.main(["train", *TINY, steps, pages, "resume=true"]) == 0
+    out = capsys.readouterr().out
+    assert "Before: " not in out
+    assert re.findall(r"After 4 steps: perplexity [\d.]+", out) == straight
+
+
+def test_going_on_needs_to_know_where(capsys: pytest.CaptureFixture[str]) -> None:
+    for strategy in ([], ["strategy=auto"]):
+        assert cli.main(["train", *TINY, "resume=true", *strategy]) == 2
+        assert "strategy.offload_dir" in capsys.readouterr().err
 
 
 def test_demo_is_train_with_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

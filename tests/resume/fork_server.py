@@ -23,12 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mt_lightning.resume import keeper, run_state
 from mt_lightning.tiers.commit import CommitLog
 from mt_lightning.tiers.store import FileStore
 
 from .run import Told, paged, train
+
+TERMINATED = 143
+"""The exit code of a run that SIGTERM ended."""
 
 
 class Flag:
@@ -126,6 +130,8 @@ def main() -> None:
                 os.dup2(log.fileno(), 2)
             try:
                 run(order)
+            except SIGTERMException:
+                os._exit(TERMINATED)
             except BaseException:
                 traceback.print_exc()
                 sys.stderr.flush()

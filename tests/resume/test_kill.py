@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from .fork_server import TERMINATED
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,6 +48,7 @@ class Server:
         kill: random.Random | None = None,
         in_write: bool = False,
         longest_s: float = 0.0,
+        number: int = signal.SIGKILL,
         sabotage: str = "",
         **run: Any,
     ) -> tuple[dict[str, Any] | None, bool]:
@@ -70,15 +73,15 @@ class Server:
         self._process.stdin.flush()
         pid = json.loads(self._process.stdout.readline())["pid"]
         if kill is not None:
-            self._kill(pid, flag, kill.uniform(0, longest_s), in_write)
+            self._kill(pid, flag, kill.uniform(0, longest_s), in_write, number)
         end = json.loads(self._process.stdout.readline())
-        if end["killed"]:
+        if end["killed"] or end["code"] == TERMINATED:
             return None, flag.read_bytes()[1] > 0
         assert end["code"] == 0, Path(f"{result}.log").read_text()
         return json.loads(result.read_text()), False
 
     @staticmethod
-    def _kill(pid: int, flag: Path, delay_s: float, in_write: bool) -> None:
+    def _kill(pid: int, flag: Path, delay_s: float, in_write: bool, number: int) -> None:
         with flag.open("rb") as file:
 
             def state() -> bytes:
@@ -92,7 +95,7 @@ class Server:
                 while not state()[1] and time.monotonic() < deadline and _alive(pid):
                     pass
         if _alive(pid):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _alive(pid: int) -> bool:
@@ -157,6 +160,23 @@ def assert_ends_as(expected: dict[str, Any] | None, told: dict[str, Any] | None)
     assert told["batches"] == expected["batches"][skipped:]
     assert told["events"] == expected["events"][len(expected["events"]) - len(told["events"]) :]
     assert told["sha256"] == expected["sha256"]
+
+
+def test_a_terminated_run_commits_and_leaves(server: Server, tmp_path: Path) -> None:
+    expected, _ = server.run(tmp_path / "straight")
+    assert expected is not None
+    chance = random.Random(0)
+    for attempt in range(5):
+        place = tmp_path / str(attempt)
+        length = 0.5 * expected["seconds"]
+        told, in_write = server.run(place, kill=chance, longest_s=length, number=signal.SIGTERM)
+        if told is None:
+            break
+    assert told is None, "never ended by the signal"
+    assert not in_write
+    told, _ = server.run(place, resume=True)
+    assert_ends_as(expected, told)
+    assert 0 < len(told["batches"]) < len(expected["batches"])
 
 
 def test_killed_runs_go_on(server: Server, tmp_path: Path) -> None:

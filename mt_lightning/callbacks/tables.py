@@ -14,6 +14,7 @@ from mt_lightning.engine.plan import Plan
 
 GIB = 1024**3
 _MIB = 1024**2
+_DAY_S = 86400
 _TABLE_STYLE: dict[str, Any] = {
     "title_justify": "left",
     "title_style": "bold",
@@ -70,13 +71,15 @@ def cost_table(cost: RunCost) -> Table:
         ("written per step", cost.written_bytes_per_step, cost.expected_written_bytes),
     ):
         table.add_row(name, format_bytes(measured), f"expected {format_bytes(expected)}")
+    per_day = cost.written_bytes_per_step * _DAY_S / _seconds_per_step(cost.records)
+    table.add_row("written per day", f"{per_day / 1e12:.2f} TB", "at this speed; drives wear by it")
     table.add_section()
     _add_time_rows(table, cost.records)
     return table
 
 
 def _add_time_rows(table: Table, records: Sequence[StepRecord]) -> None:
-    wall_s = sum(record.wall_s for record in records)
+    wall_s = _seconds_per_step(records) * len(records)
     stall_s = sum(record.stall_s for record in records)
     num_tokens = sum(record.num_tokens for record in records)
     speed = f"{num_tokens / wall_s:.0f} tokens/s" if num_tokens else ""
@@ -90,6 +93,10 @@ def _add_time_rows(table: Table, records: Sequence[StepRecord]) -> None:
         table.add_row("  stall", _share(part_s, wall_s), f"waiting for {name}")
     update_s = sum(record.update_s for record in records)
     table.add_row("update worker", _share(update_s, wall_s), "busy, beside the rows above")
+
+
+def _seconds_per_step(records: Sequence[StepRecord]) -> float:
+    return sum(record.wall_s for record in records) / len(records)
 
 
 def _share(part: float, whole: float) -> str:

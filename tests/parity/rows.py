@@ -26,6 +26,7 @@ RECIPE_FACTORS: dict[str, tuple[Any, ...]] = {
         "no_grad_forward",
         "hf_checkpointing",
         "checkpointed",
+        "added_last",
         "resized",
     ),
     "flow": (*FLOWS, "resume_plain_paged", "resume_paged_plain", "resume_paged_paged"),

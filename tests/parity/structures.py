@@ -77,6 +77,27 @@ class CheckpointedLayer(nn.Module):
         return checkpoint(self.layer, hidden, *args, use_reentrant=False, **kwargs)
 
 
+class ShiftedLayer(nn.Module):
+    """A layer that adds a parameter last: its gradient needs nothing that the layer has saved."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.shift = nn.Parameter(torch.zeros(1))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = self.layer(hidden, *args, **kwargs)
+        if isinstance(result, tuple):
+            return (result[0] + self.shift, *result[1:])
+        return result + self.shift
+
+
 class Gate(nn.Module):
     """A layer that can be left out: closed, it returns what it received."""
 
@@ -143,6 +164,13 @@ def with_checkpoints(name: str, network: nn.Module) -> None:
     for layer in layers:
         _wrap_first_linear(layer, CheckpointedLinear)
     layers[len(layers) - 1] = CheckpointedLayer(layers[len(layers) - 1])
+
+
+def with_shift(name: str, network: nn.Module) -> None:
+    """Let every layer add a parameter last."""
+    layers = zoo.layers_of(name, network)
+    for index, layer in enumerate(layers):
+        layers[index] = ShiftedLayer(layer)
 
 
 def with_gate(name: str, network: nn.Module) -> None:

@@ -19,6 +19,7 @@ _CHANGES = {
     "int_buffer": structures.with_int_buffer,
     "called_twice": structures.with_block_called_twice,
     "checkpointed": structures.with_checkpoints,
+    "added_last": structures.with_shift,
     "unused_even": structures.with_gate,
     "data_branch": structures.with_gate,
 }
@@ -30,7 +31,7 @@ class Subject(LightningModule):
     ``recipe.structure`` is one of: usual | tied | odd_sizes | non_contiguous | int_buffer |
     called_twice | unused_even (a layer rests on even steps) | data_branch (a layer rests by the
     data) | no_grad_forward | hf_checkpointing | checkpointed (by user code, within and around
-    layers) | resized (token embeddings).
+    layers) | added_last (each layer adds a parameter last) | resized (token embeddings).
     """
 
     def __init__(self, recipe: Recipe) -> None:

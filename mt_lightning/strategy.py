@@ -265,7 +265,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Return the loader; its iterator is made next, and draws from the generators."""
         if self._keeper is not None and self.lightning_module.trainer.training:  # type: ignore[union-attr]
-            self._keeper.before_iterator()
+            self._keeper.before_iterator(dataloader)
         return dataloader
 
     @override
@@ -345,6 +345,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights page by page and commit them."""
+        if self._keeper is not None:
+            self._keeper.forget()
         super().load_model_state_dict(checkpoint, strict)
         assert self._engine is not None
         self._engine.live.drain()

@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 
-from mt_lightning.errors import ConfigError
+from mt_lightning.errors import ConfigError, StorageError
 from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_of_state
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
 
@@ -56,20 +56,40 @@ def export_optimizer(source: Path, target: Path, form: str, progress: Progress) 
         raise ConfigError(f"--optimizer {form}: use one of {', '.join(FORMS)}.")
     if target.exists():
         raise ConfigError(f"{target} exists; give another name, or delete it first.")
-    files = PagedCheckpointIO()
-    checkpoint = files.load_checkpoint(source)
+    if not source.is_file():
+        raise ConfigError(f"{source} is not a file; give a checkpoint.")
+    checkpoint = PagedCheckpointIO().load_checkpoint(source)
     if not isinstance(checkpoint, dict) or not checkpoint.get("optimizer_states"):
         raise ConfigError(
             f"{source} holds no optimizer state: it was saved with save_weights_only=True, or is "
             "not a checkpoint of a training run."
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-") as directory:
-        spool = _Spool(Path(directory))
-        converted = [
-            _convert(state, form, spool, progress) for state in checkpoint["optimizer_states"]
-        ]
-        files.save_checkpoint({**checkpoint, "optimizer_states": converted}, target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _spool(target) as directory:
+            return _export(checkpoint, target, form, directory, progress)
+    except OSError as error:
+        if isinstance(error, StorageError):
+            raise
+        raise StorageError(
+            error.errno, f"cannot write the checkpoint: {error.strerror}", str(target)
+        ) from error
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{source} does not hold the optimizer state of a training run: {error!r}."
+        ) from error
+
+
+def _spool(target: Path) -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(dir=target.parent, prefix=".export-")
+
+
+def _export(
+    checkpoint: dict[str, Any], target: Path, form: str, directory: str, progress: Progress
+) -> Exported:
+    spool = _Spool(Path(directory))
+    converted = [_convert(state, form, spool, progress) for state in checkpoint["optimizer_states"]]
+    PagedCheckpointIO().save_checkpoint({**checkpoint, "optimizer_states": converted}, target)
     return Exported(target, spool.num_states, spool.before_bytes, spool.after_bytes)
 
 

@@ -40,6 +40,8 @@ class Committer:
         self._sequence = latest.sequence if latest is not None else 0
         self.step = 0
         self.run_state: bytes | None = None
+        self.begun = False
+        """Whether the weights are other than those that the module came with."""
 
     def go_on(self, record: CommitRecord) -> None:
         """Continue after a commit that the pages were restored from."""
@@ -80,7 +82,7 @@ class Committer:
                 slots=slots,
                 sums=sums,
                 tensors=tensors,
-                meta={"optimizer": values, "layout": self._layout},
+                meta={"optimizer": values, "layout": self._layout, "begun": self.begun},
             )
         )
         self._table.commit()

@@ -10,7 +10,7 @@ parked:    parameters show the committed files and nothing of the engine is in R
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -132,12 +132,17 @@ class Engine:
         """The state of the loop that trains in the last commit, None where there is none."""
         return self._committer.run_state if self._committer is not None else None
 
-    def follow(self, take_run_state: Callable[[], bytes]) -> None:
-        """Let commits carry the state of the loop that trains; it then says when a step ends."""
-        self.live.run.steps.commits.take_run_state = take_run_state
+    def follow(self) -> None:
+        """Let commits wait for the loop that trains to say when a step has ended."""
+        self.live.run.steps.commits.followed = True
 
-    def end_step(self, run_state: bytes) -> None:
-        """Take the state of the loop, now that all of a step is done."""
+    @property
+    def gathers(self) -> bool:
+        """Whether gradients are held that no step of this batch has used."""
+        return self.live.run.steps.gathers
+
+    def end_step(self, run_state: bytes | None) -> None:
+        """Take the state of the loop, now that all of a step is done; None if it has none."""
         self.live.run.steps.end_step(run_state)
 
     def expected_bytes_per_step(self) -> tuple[int, int]:
@@ -224,12 +229,14 @@ class Engine:
         if same and old is not None and old is not build:
             take_planes(old.table, build.table)
         if old is not build or self._committer is None:
-            step = self._committer.step if self._committer is not None and not optimizers else 0
+            before = self._committer
+            step = before.step if before is not None and not optimizers else 0
             name = keep_layout(self.machine.store, build.table)
             self._committer = Committer(
                 build.table, self.machine.io, self.machine.log, self._stats, name
             )
             self._committer.step = step
+            self._committer.begun = before is not None and (before.begun or before.step > 0)
             if record is not None:
                 self._committer.go_on(record)
         run = runtime.start(
@@ -267,7 +274,8 @@ class Engine:
             run.writer.flush()
             for index, facade in enumerate(self._facades):
                 taken.append(facade.take())
-                if taken[-1]:
+                # What an optimizer makes before its first step is no match for what was restored.
+                if taken[-1] and record is None:
                     take_state(run, self.machine, index, taken[-1])
             if record is None:
                 run.steps.commit_now(weights=True)

@@ -146,6 +146,10 @@ class Gradients:
             if any(grad is not None for grad in held.ram)
         ]
 
+    def holding(self) -> list[Page]:
+        """Return pages that hold gradients, wherever they are."""
+        return [self._table[index] for index, held in self._grads.items() if not held.empty]
+
     def take_ram(self, page: Page) -> PageGrads | None:
         """Hand over what the page holds in RAM; the spilled part stays known."""
         held = self._grads.get(page.index)

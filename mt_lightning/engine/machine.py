@@ -35,6 +35,8 @@ _DISK_MARGIN_BYTES = 1 << 30
 _RECORDS = ("commit.0", "commit.1")
 LAYOUT_NAME = "layout-{}.json"
 """The file that describes the pages of a run, by the hash of what it says."""
+KEPT_PREFIX = "kept-"
+"""Begins the names of files in which the loop that trains keeps what does not change."""
 _PAGE_FILE = re.compile(r"p\d+\.(weight|state|grad)\.\d(\.new)?")
 
 
@@ -109,8 +111,7 @@ def open_machine(
         paths = _check_existing(paths, on_existing)
         record = CommitLog(paths).latest() if on_existing == "resume" else None
         if record is None or not record.step:
-            # Before the first step there is nothing to go on from.
-            record = None
+            record = None if record is None else _beginning(record)
             for path in paths:
                 _remove_run(path)
         in_memory = any(is_memory(path) for path in paths)
@@ -179,24 +180,40 @@ def _check_existing(paths: list[Path], on_existing: OnExisting) -> list[Path]:
             f"offload_dir names several runs: {', '.join(map(str, records))} each hold commits. "
             "Give the directories of one run."
         )
-    if on_existing == "resume" and found and not records:
-        log.warning("offload_dir holds pages but no commit: the run starts from the beginning.")
+    where = ", ".join(str(path) for path in paths)
+    if found and not records and on_existing != "overwrite":
+        # Nothing is deleted: the commits may lie on a drive that is not mounted.
+        raise ConfigError(
+            f"offload_dir={where} holds pages, but no readable commit names them: a directory of "
+            "the run may be missing from the list or not mounted, both commit records may be "
+            "damaged, or the run ended before its first commit. Give all directories of the run, "
+            "or set on_existing='overwrite' to discard the pages."
+        )
     if on_existing != "error" or not (records or found):
         return sorted(paths, key=lambda path: path not in records)
-    what = "pages of a run that was never committed"
-    if records:
-        what = f"a run committed at step {max(record.step for record in records.values())}"
-    where = ", ".join(str(path) for path in paths)
+    what = f"a run committed at step {max(record.step for record in records.values())}"
     raise ConfigError(
         f"offload_dir={where} holds {what}. Set on_existing='resume' to go on with it, "
         "on_existing='overwrite' to discard it, give another offload_dir, or delete the directory."
     )
 
 
+def _beginning(record: CommitRecord) -> None:
+    """Let a run start anew that has no step, unless something would be lost."""
+    if record.meta.get("begun"):
+        raise ConfigError(
+            "offload_dir holds weights that were loaded, or trained by an earlier fit, and the "
+            "last fit took no step from which it could go on. Load a checkpoint and set "
+            "on_existing='overwrite'."
+        )
+    log.warning("offload_dir holds no step yet: the run starts from the beginning.")
+
+
 def _remove_run(path: Path) -> None:
     shutil.rmtree(path / "pages", ignore_errors=True)
-    for name in (*_RECORDS, *path.glob(LAYOUT_NAME.format("*"))):
-        (path / name).unlink(missing_ok=True)
+    for pattern in (*_RECORDS, LAYOUT_NAME.format("*"), f"{KEPT_PREFIX}*"):
+        for file in path.glob(pattern):
+            file.unlink(missing_ok=True)
 
 
 def remove_directories(directories: Sequence[str]) -> None:

@@ -53,7 +53,13 @@ def take_over(
     text = store.read_small(name)
     if text is None:
         raise CorruptPageError(None, "the last commit names this file, and it is not there", name)
-    check_same(table.describe(), json.loads(text))
+    try:
+        described = json.loads(text)
+    except ValueError as error:
+        raise CorruptPageError(
+            None, f"the description of the pages is damaged: {error}", name
+        ) from error
+    check_same(table.describe(), described)
     sizes = {}
     for found in store.names():
         if found.split(".")[-2] == "grad" or found.split(".")[-1] not in ("0", "1"):

@@ -23,8 +23,8 @@ class StepCommits:
         self._committer = committer
         self._worker = worker
         self._take_touched = take_touched
-        self.take_run_state: Callable[[], bytes] | None = None
-        """Returns the state of the loop that trains; None where nobody follows it."""
+        self.followed = False
+        """Whether a loop says when a step has ended, and with which state it goes on from there."""
         self._run_state = committer.run_state
         self._run_state_step = -1
         self._due = False
@@ -39,25 +39,26 @@ class StepCommits:
         """Take note that a step has been taken."""
         self._step, self._due = step, True
 
-    def end_step(self, run_state: bytes) -> None:
+    def end_step(self, run_state: bytes | None) -> None:
         """Take the state of the loop, now that all of a step is done."""
         self._run_state, self._run_state_step, self._due = run_state, self._step, True
 
     def submit(self) -> None:
-        """Submit the commit of the last step, if it is due."""
-        if not self._due:
+        """Submit the commit of the last step, if it is due.
+
+        In the middle of a batch it is not: nobody could go on from there.
+        """
+        if not self._due or (self.followed and self._run_state_step != self._step):
             return
-        if self.take_run_state is not None and self._run_state_step != self._step:
-            # Something needs the pages before the step has ended for all hooks.
-            self._run_state, self._run_state_step = self.take_run_state(), self._step
         self._due = False
         step, run_state = self._step, self._run_state
         self._worker.submit(
             lambda: self._committer.commit(step, self._take_touched, run_state), None, lambda: None
         )
 
-    def now(self, files: set[str]) -> None:
+    def now(self, files: set[str], *, begun: bool) -> None:
         """Commit what was written outside a step; nothing is pending."""
+        self._committer.begun |= begun
         touched = self._take_touched() | files
         self._committer.commit(self._step, lambda: touched, self._run_state)
 

@@ -18,13 +18,14 @@ import torch
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients, PageGrads
+from mt_lightning.engine.held import held_finite, held_norms
 from mt_lightning.engine.spill import Spiller
 from mt_lightning.engine.step_commits import StepCommits
 from mt_lightning.engine.trained import Trained
 from mt_lightning.engine.update import PageUpdate, Updater
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.errors import StepError
-from mt_lightning.optim.norm import Clip, all_finite, clip_coefficient, grad_norm_of, total_norm
+from mt_lightning.optim.norm import Clip, clip_coefficient, total_norm
 from mt_lightning.optim.shadow import Hyper, snapshot
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.stats import Stats
@@ -80,6 +81,8 @@ class Steps:
         self._ready: list[Page] = []
         self._due: dict[int, _Due] = {}
         self._clips: dict[int, Clip] = {}
+        self._stepped: set[int] = set()
+        """Optimizers that stepped since a step last ended for the loop that trains."""
         self.commits = StepCommits(committer, worker, self.take_touched)
         self.count = committer.step
         self.partial = False
@@ -180,7 +183,8 @@ class Steps:
 
     def clip_norm(self, optimizer: int, max_norm: float) -> torch.Tensor:
         """Scale gradients when `optimizer` steps, so that their norm is at most `max_norm`."""
-        norms, dtypes = self._norms(optimizer)
+        self._worker.drain()
+        norms, dtypes = held_norms(self.trained[optimizer], self._table, self._gradients)
         norm = total_norm(norms, dtypes)
         if norms:
             self._set_clip(optimizer, Clip(coefficient=clip_coefficient(float(max_norm), norm)))
@@ -202,29 +206,6 @@ class Steps:
             )
         self._clips[optimizer] = clip
 
-    def _norms(self, optimizer: int) -> tuple[list[torch.Tensor], list[torch.dtype]]:
-        self._worker.drain()
-        norms, dtypes = [], []
-        for index, param in self.trained[optimizer].order:
-            page = self._table[index]
-            held = self._gradients.held(page)
-            if held is None or not held.has(param):
-                continue
-            grad = held.ram[param]
-            norms.append(held.spill.norms[param] if grad is None else grad_norm_of(grad))
-            dtypes.append(page.layout.params[param].dtype)
-        return norms, dtypes
-
-    def _finite(self, optimizer: int) -> bool:
-        self._worker.drain()
-        for page in self.trained[optimizer].pages:
-            held = self._gradients.held(page)
-            if held is not None and not (
-                held.spill.finite and all(g is None or all_finite(g) for g in held.ram)
-            ):
-                return False
-        return True
-
     def step(self, optimizer: int) -> bool:
         """Apply the gradients of `optimizer`; False when the step was skipped.
 
@@ -234,7 +215,9 @@ class Steps:
         trained = self.trained[optimizer]
         for page in trained.pages:
             self._gradients.check_cleared(page)
-        if self._nonfinite != "propagate" and not self._finite(optimizer):
+        if self._nonfinite != "propagate":
+            self._worker.drain()
+        if self._nonfinite != "propagate" and not held_finite(trained, self._gradients):
             self._clips.pop(optimizer, None)
             self._gradients.clear(trained.pages)
             if self._nonfinite == "raise":
@@ -277,15 +260,25 @@ class Steps:
         self.count += 1
         self._stats.steps += 1
         self.commits.stepped(self.count)
-        if eager and self.commits.take_run_state is None:
+        self._stepped.add(optimizer)
+        if eager and not self.commits.followed:
             self.commits.submit()
         return True
 
-    def end_step(self, run_state: bytes) -> None:
+    @property
+    def gathers(self) -> bool:
+        """Whether an optimizer that did not step in this batch holds gradients.
+
+        Those of one that did are cleared before it steps again, or it refuses to.
+        """
+        return any(page.layout.optimizer not in self._stepped for page in self._gradients.holding())
+
+    def end_step(self, run_state: bytes | None) -> None:
         """Take the state of the loop that trains, now that all of a step is done.
 
         The commit of an eager step begins here, that of a deferred one with the next backward.
         """
+        self._stepped.clear()
         self.commits.end_step(run_state)
         if not self._due:
             self.commits.submit()
@@ -336,9 +329,10 @@ class Steps:
         """Commit what was written outside a step; nothing is pending.
 
         Args:
-            weights: Whether every weight plane may have been written.
+            weights: Whether every weight plane may have been written, by the start of the run.
         """
-        self.commits.now({page.weight.file for page in self._table if weights})
+        files = {page.weight.file for page in self._table if weights}
+        self.commits.now(files, begun=not weights)
 
     def take_touched(self) -> set[str]:
         """Return and forget the files written since the last commit."""

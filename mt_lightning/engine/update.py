@@ -107,7 +107,9 @@ class Updater:
         slot = page.state.next_slot
         stored: list[Stored] = []
         if page.state.nbytes:
-            self._prepare(f"{page.state.key}.{slot}", page.state.nbytes)
+            # A second step before a commit goes over what the first one wrote, chunk by chunk.
+            again = page.state.slot == slot
+            self._prepare(f"{page.state.key}.{slot}", page.state.nbytes, keep=again)
         chunks = page.state_layout.chunks
         ahead: Loaded | None = None
         for position, chunk in enumerate(chunks):
@@ -231,8 +233,8 @@ class Updater:
             if not all_finite(param) and all_finite(grad):
                 self.checking.nonfinite.add(name)
 
-    def _prepare(self, name: str, nbytes: int) -> None:
-        self._store.prepare_write(name, nbytes)
+    def _prepare(self, name: str, nbytes: int, *, keep: bool = False) -> None:
+        self._store.prepare_write(name, nbytes, keep=keep)
         self.touched.add(name)
 
 

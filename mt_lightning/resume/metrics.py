@@ -46,6 +46,9 @@ def give_metrics(module: nn.Module, taken: dict[str, Any]) -> None:
 
 def _take(metric: Metric) -> dict[str, Any]:
     states = {name: _copy(getattr(metric, name)) for name in metric._defaults}
+    # What wrappers keep beside their states, such as the smallest value so far.
+    own = {k: v for k, v in vars(metric).items() if k[0] != "_" and isinstance(v, torch.Tensor)}
+    states |= {name: _copy(value) for name, value in own.items()}
     return {"states": states, "update_count": metric._update_count}
 
 

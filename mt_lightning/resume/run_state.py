@@ -8,45 +8,67 @@ of its first batch; so the validation or the hooks that were due come next, as t
 
 from __future__ import annotations
 
-import io
-import logging
-import pickle
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer import call
+from torch import nn
 
-from mt_lightning.errors import ConfigError, CorruptPageError
+from mt_lightning.errors import ConfigError
 from mt_lightning.plugins.refusals import micro_batches
+from mt_lightning.resume.buffers import Buffers
 from mt_lightning.resume.metrics import give_metrics, give_results, take_metrics, take_results
+from mt_lightning.resume.packer import VERSION
 from mt_lightning.resume.position import DataPosition
-from mt_lightning.resume.rng import give_rng, take_rng
-
-log = logging.getLogger(__name__)
-
-_VERSION = 1
 
 
-def take(trainer: pl.Trainer, position: DataPosition) -> dict[str, Any]:
+def take(trainer: pl.Trainer, position: DataPosition, buffers: Buffers) -> dict[str, Any]:
     """Return the state of a run whose step has just ended, as tensors and plain values."""
     module, datamodule = trainer.lightning_module, _datamodule(trainer)
     return {
-        "version": _VERSION,
+        "version": VERSION,
         "global_step": trainer.global_step,
-        "loops": trainer.fit_loop.state_dict(),
+        "loops": _loops(trainer),
         "callbacks": call._call_callbacks_state_dict(trainer),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
         "optimizers": [_groups(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
-        "buffers": {name: buffer.detach() for name, buffer in module.named_buffers()},
+        "buffers": buffers.changed(),
+        "kept_buffers": buffers.name,
+        "extra_states": {path: each.get_extra_state() for path, each in _with_extra_state(module)},
         "metrics": take_metrics(module),
         "results": take_results(trainer),
         "data": position.take(),
         "micro_batches": micro_batches(trainer),
-        "rng": take_rng(),
+        "limits": [trainer.max_steps, trainer.max_epochs],
+        "reloads": {name: getattr(loop, attribute) for name, loop, attribute in _reloads(trainer)},
     }
+
+
+def _loops(trainer: pl.Trainer) -> dict[str, Any]:
+    loops = trainer.fit_loop.state_dict()
+    # Lightning would load the states of loaders on its own; they are part of the data position.
+    loops["state_dict"] = {k: v for k, v in loops["state_dict"].items() if k != "combined_loader"}
+    return loops
+
+
+def _with_extra_state(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [
+        (path, each)
+        for path, each in module.named_modules()
+        if type(each).get_extra_state is not nn.Module.get_extra_state
+    ]
+
+
+def _reloads(trainer: pl.Trainer) -> list[tuple[str, _Loop, str]]:
+    """Where Lightning keeps the epoch in which it last asked for dataloaders."""
+    loop = trainer.fit_loop
+    return [
+        ("train", loop, "_last_train_dl_reload_epoch"),
+        ("validation", loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch"),
+    ]
 
 
 def _datamodule(trainer: pl.Trainer) -> pl.LightningDataModule | None:
@@ -57,90 +79,23 @@ def _groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-class Packer:
-    """Turns states of runs into bytes that `torch.load(weights_only=True)` reads.
-
-    State of a callback or scheduler that it would not read is left out, with one warning.
-    """
-
-    def __init__(self) -> None:
-        self._unreadable: set[tuple[str, Any]] | None = None
-
-    def pack(self, state: dict[str, Any]) -> bytes:
-        """Return the state as bytes."""
-        if self._unreadable is None:
-            self._unreadable = self._find_unreadable(state)
-        for part, key in self._unreadable:
-            state[part].pop(key, None)
-        return _to_bytes(state)
-
-    @staticmethod
-    def _find_unreadable(state: dict[str, Any]) -> set[tuple[str, Any]]:
-        found = set()
-        for key, value in state["callbacks"].items():
-            if not _is_readable(value):
-                found.add(("callbacks", key))
-                log.warning(
-                    "the state of callback %s holds more than tensors and plain values: a run that "
-                    "is resumed starts it anew.",
-                    key,
-                )
-        for name, value in state.items():
-            if name != "callbacks" and not _is_readable(value):
-                raise ConfigError(
-                    f"the state of this run's {name.replace('_', ' ')} holds more than tensors and "
-                    "plain values, so no commit could be resumed. Keep such objects out of "
-                    "state_dict()."
-                )
-        return found
-
-
-def unpack(data: bytes) -> dict[str, Any]:
-    """Return what `Packer.pack` was given.
-
-    Raises:
-        CorruptPageError: The bytes are not what this version wrote.
-    """
-    try:
-        state = torch.load(io.BytesIO(data), weights_only=True)
-        version = state["version"]
-    except (pickle.UnpicklingError, RuntimeError, KeyError, TypeError, EOFError) as error:
-        raise CorruptPageError(None, f"the state of the run cannot be read: {error}") from error
-    if version != _VERSION:
-        raise CorruptPageError(
-            None, f"the state of the run has version {version}; this release reads {_VERSION}"
-        )
-    return state
-
-
-def _is_readable(value: Any) -> bool:
-    try:
-        torch.load(io.BytesIO(_to_bytes(value)), weights_only=True)
-    except (pickle.PickleError, AttributeError, TypeError):
-        return False
-    return True
-
-
-def _to_bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def give_early(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+def give_early(trainer: pl.Trainer, state: dict[str, Any], buffers: Buffers) -> None:
     """Give a run what its hooks and loops look at before the first batch.
 
     Raises:
         ConfigError: The run is not the one that was committed.
     """
     _check(trainer, state)
-    module = trainer.lightning_module
-    buffers = dict(module.named_buffers())
-    with torch.no_grad():
-        for name, value in state["buffers"].items():
-            if name in buffers:
-                buffers[name].copy_(value)
-    datamodule = _datamodule(trainer)
+    _give(trainer, state, buffers)
+    give_loops(trainer, state)
+
+
+def _give(trainer: pl.Trainer, state: dict[str, Any], buffers: Buffers) -> None:
+    module, datamodule = trainer.lightning_module, _datamodule(trainer)
+    buffers.give(state["buffers"])
+    for path, each in _with_extra_state(module):
+        if path in state["extra_states"]:
+            each.set_extra_state(state["extra_states"][path])
     if datamodule is not None and state["datamodule"]:
         datamodule.load_state_dict(state["datamodule"])
     call._call_callbacks_load_state_dict(trainer, {"callbacks": state["callbacks"]})
@@ -150,7 +105,6 @@ def give_early(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
     give_metrics(module, state["metrics"])
-    give_loops(trainer, state)
 
 
 def give_loops(trainer: pl.Trainer, state: dict[str, Any]) -> None:
@@ -168,15 +122,19 @@ def _forget_restart(loop: _Loop) -> None:
             _forget_restart(each)
 
 
-def give_late(trainer: pl.Trainer, state: dict[str, Any], position: DataPosition) -> None:
+def give_late(
+    trainer: pl.Trainer, state: dict[str, Any], position: DataPosition, buffers: Buffers
+) -> None:
     """Bring a run that is about to take its first batch to where the other one was."""
+    # Once more: hooks that every start runs, and the sanity check, may have changed it.
+    _give(trainer, state, buffers)
     give_loops(trainer, state)
+    for name, loop, attribute in _reloads(trainer):
+        setattr(loop, attribute, state["reloads"][name])
+    give_results(trainer, state["results"])
     fetcher = trainer.fit_loop._data_fetcher
     assert fetcher is not None
     position.give(state["data"], fetcher)
-    give_metrics(trainer.lightning_module, state["metrics"])
-    give_results(trainer, state["results"])
-    give_rng(state["rng"])
 
 
 def _check(trainer: pl.Trainer, state: dict[str, Any]) -> None:

@@ -97,9 +97,10 @@ class MemoryStore(Store):
         """See `Store.sync`."""
         self._payload(name)
 
-    def replace(self, name: str) -> None:
+    def replace(self, name: str, *, keep: bool = False) -> None:
         """See `Store.replace`."""
-        self._payloads[name] = bytearray(self.size(name))
+        old = self._payload(name)
+        self._payloads[name] = bytearray(old if keep else len(old))
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""
@@ -173,9 +174,9 @@ class _WrappedStore(Store):
         self._before("sync", name, 0)
         self.inner.sync(name)
 
-    def replace(self, name: str) -> None:
+    def replace(self, name: str, *, keep: bool = False) -> None:
         self._before("replace", name, 0)
-        self.inner.replace(name)
+        self.inner.replace(name, keep=keep)
 
     def delete(self, name: str) -> None:
         self._before("delete", name, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,7 @@ from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _MAX_OPEN_FILES = 128
+_COPY_BYTES = 4 << 20
 
 
 def check_name(name: str) -> None:
@@ -113,10 +115,14 @@ class Store(ABC):
         """Make all writes to a name that have returned, and the name itself, durable."""
 
     @abstractmethod
-    def replace(self, name: str) -> None:
-        """Give a name a fresh payload of the same size, with undefined contents.
+    def replace(self, name: str, *, keep: bool = False) -> None:
+        """Give a name a fresh payload of the same size.
 
         The old one stays as it is for mappings and hard links of it.
+
+        Args:
+            name: The name.
+            keep: Whether the new payload begins as a copy of the old one, else undefined.
         """
 
     @abstractmethod
@@ -132,10 +138,16 @@ class Store(ABC):
         del name
         return False
 
-    def prepare_write(self, name: str, nbytes: int) -> None:
-        """Make sure that `name` exists and that writing to it changes nobody's mapping."""
+    def prepare_write(self, name: str, nbytes: int, *, keep: bool = False) -> None:
+        """Make sure that `name` exists and that writing to it changes nobody's mapping.
+
+        Args:
+            name: The payload.
+            nbytes: Its bytes.
+            keep: Whether what it holds will be read again before it is written.
+        """
         if self.is_mapped(name):
-            self.replace(name)
+            self.replace(name, keep=keep)
         self.create(name, nbytes)
 
     @abstractmethod
@@ -273,10 +285,14 @@ class FileStore(Store):
                     raise storage_error(error, "sync of a directory failed", file.path) from error
                 self._unsynced_names.discard(name)
 
-    def replace(self, name: str) -> None:
+    def replace(self, name: str, *, keep: bool = False) -> None:
         """See `Store.replace`."""
-        with self._lock:
-            self._make(self.path_of(name).parents[1], name, self.size(name))
+        path = self.path_of(name)
+        with self._lock, path.open("rb") as old:
+            self._make(path.parents[1], name, self.size(name))
+            if keep:
+                with path.open("r+b") as new:
+                    shutil.copyfileobj(old, new, _COPY_BYTES)
             self._files.drop(name)
             self._views.pop(name, None)
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from mt_lightning.resume import keeper, run_state
+from mt_lightning.resume import position, run_state
 from mt_lightning.tiers.commit import CommitLog
 from mt_lightning.tiers.store import FileStore
 
@@ -82,15 +82,15 @@ def _watched(function: Any, flag: Flag) -> Any:
 def sabotage(kind: str) -> None:
     """Break the restoration in a way that loads without an error."""
     if kind == "rng":
-        run_state.give_rng = lambda state: None
+        position.DataPosition._give_rng = lambda self, state: None
     elif kind == "scheduler":
-        give_early = run_state.give_early
+        give = run_state._give
 
-        def give_no_schedule(trainer: Any, state: dict[str, Any]) -> None:
+        def give_no_schedule(trainer: Any, state: dict[str, Any], buffers: Any) -> None:
             fresh = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-            give_early(trainer, {**state, "lr_schedulers": fresh})
+            give(trainer, {**state, "lr_schedulers": fresh}, buffers)
 
-        keeper.give_early = give_no_schedule
+        run_state._give = give_no_schedule
     elif kind == "data":
         give = run_state.DataPosition.give
         run_state.DataPosition.give = lambda self, taken, fetcher: give(

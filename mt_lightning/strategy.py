@@ -51,8 +51,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         max_vram_gb: Device budget in GiB; on a CPU it says one line and is ignored.
         max_ram_gb: Host budget in GiB; None: 80 % of what cgroup and host leave free.
         max_disk_gb: Disk ceiling in GiB; None: what is free, less a margin.
-        optimizer_compression: How optimizer state is kept. False: as it is. "lossless": every bit
-            of it, in about 5/6 of the bytes on disk. True: 2-4 bits per value, lossy, for
+        optimizer_compression: How optimizer state is kept. False: as it is. "lossless": every bit,
+            with about 5/6 of the bytes read and written. True: 2-4 bits per value, lossy, for
             `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
         layer_major: Order of accumulation; "auto" means False in this version.
         recompute: Recompute activations in backward; "auto" means True in this version.

@@ -87,8 +87,9 @@ class StateStream:
         written = page.state.slot is not None and any(
             page.small[segment.param].present for segment in chunk.segments
         )
-        if page.state_layout.slots and written:
-            return self._load_stream(page, loaded, wait)
+        if page.state_layout.slots:
+            # The one plain frame is for the chunk that is stepped, and is taken when it is.
+            return self._load_stream(page, loaded, wait) if written else loaded
         if loaded.frame is None:
             loaded.frame = self._ring.acquire(wait=wait)
             if loaded.frame is None:

@@ -44,7 +44,7 @@ class CompressedAdamW(torch.optim.Optimizer):
         betas: Decay of the two moments.
         eps: Added to the root.
         weight_decay: Weight decay.
-        format: "dynamic" (fp32 for small and 1-D tensors, R1 elsewhere), "fp32",
+        format: "dynamic" (fp32 for small and 1-D tensors, C5 or R1 elsewhere), "fp32",
             "C5", "m4v4", "R2", "R1", "R0" or "lossless".
         decoupled_weight_decay: Whether weights decay by themselves (AdamW), not through gradients.
         maximize: Whether to climb.

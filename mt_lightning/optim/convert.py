@@ -36,8 +36,8 @@ _TORCH_ONLY = {
 def convert_state(state: dict[str, Any], to: str, *, key: int = 0) -> dict[str, Any]:
     """Convert the state of one parameter.
 
-    Packed state was rounded once and decodes to what it stands for; nothing else is lossy, and
-    packing what was decoded gives the same bytes.
+    Packing fp32 state rounds it. Packed state decodes to what it stands for, and packing that again
+    gives the same bytes, but for C5, whose columns are fitted anew (see `encode`).
 
     Args:
         state: `step` with `exp_avg` and `exp_avg_sq`, or what `CompressedAdamW` documents; empty

@@ -504,3 +504,47 @@ def test_weights_of_an_earlier_fit_are_not_thrown_away(tmp_path: Path) -> None:
     strategy._close()
     with pytest.raises(ConfigError, match="trained by an earlier fit"):
         fit(tmp_path, Base, sized, None)
+
+
+class Twice(Base):
+    """Two steps of one optimizer in a batch, with the state after the first in hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.take(batch, batch_idx)
+        optimizer = self.optimizers()
+        for number in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self(batch).square().mean())
+            optimizer.step()
+            views = [s["exp_avg"] for s in optimizer.optimizer.state_dict()["state"].values()]
+            if not number:
+                self.views, self.copies = views, [view.clone() for view in views]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        assert all(torch.equal(a, b) for a, b in zip(self.views, self.copies, strict=True))
+
+
+class PlainTwice(Twice):
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Plain state is changed in place."""
+
+
+@pytest.mark.parametrize("stop", [3, 12])
+def test_a_slot_is_written_twice_before_a_commit(tmp_path: Path, stop: int) -> None:
+    expected, _ = check(tmp_path, stop, Twice, max_steps=30)
+    seed_everything(0)
+    plain = PlainTwice()
+    Trainer(
+        accelerator="cpu",
+        max_steps=30,
+        max_epochs=-1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+    ).fit(plain, sized())
+    for name, value in plain.state_dict().items():
+        assert torch.equal(expected.state_dict()[name], value), name

@@ -10,6 +10,13 @@ from mt_lightning.optim.packed.records import FP32, M4V4, R0, R1, R2, Format
 MIN_PACKED_NUMEL = 4096
 """Below it, "dynamic" keeps fp32: such tensors take no memory and often matter most."""
 
+C5_WIDTHS = (256, 32768)
+"""Least and most columns with which "dynamic" takes C5. In narrow matrices a block spans rows of
+different scale; beside wide ones its column vectors would need panels of many megabytes."""
+
+C5_MIN_ROWS = 64
+"""Below it, "dynamic" takes R1: the column vectors would take much beside few rows."""
+
 FORMATS: dict[str, Format] = {format.name: format for format in (FP32, C5, M4V4, R2, R1, R0)}
 """Every format by name."""
 
@@ -21,8 +28,9 @@ def choose(name: str, place: Place) -> Format:
     """Return the format of a tensor.
 
     Args:
-        name: "dynamic" for fp32 where a tensor is small or has less than two dimensions, and R1
-            elsewhere; the name of a format to take it for every tensor.
+        name: "dynamic" for fp32 where a tensor is small or has less than two dimensions, C5 where
+            it is a matrix (64 rows or more, 256 to 32768 columns), and R1 elsewhere; the name of a
+            format to take it for every tensor.
         place: The tensor.
 
     Raises:
@@ -32,7 +40,8 @@ def choose(name: str, place: Place) -> Format:
         return named(name)
     if place.dims < 2 or place.numel < MIN_PACKED_NUMEL:
         return FP32
-    return R1
+    least, most = C5_WIDTHS
+    return C5 if least <= place.width <= most and place.rows >= C5_MIN_ROWS else R1
 
 
 def named(name: str) -> Format:

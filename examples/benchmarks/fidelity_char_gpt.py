@@ -10,15 +10,13 @@ it stopped and more seeds can be added. What the columns mean is in paired_runs.
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from char_gpt import CharGPT, Size, Text, rate_factor
 from contenders import BASELINE, make_optimizer
-from paired_runs import RunCache, as_json, collect, table_of
-from rich.console import Console
+from paired_runs import RunCache, collect, complete, show
 from rich.progress import Progress
 from torch import nn
 
@@ -90,20 +88,10 @@ def main() -> None:
         for format in [BASELINE, *options.formats]
     ]
     cache = RunCache(options.cache)
-    with Progress(console=Console(stderr=True)) as progress:
-        total = progress.add_task("Runs", total=len(runs))
-        for run in runs:
-            if cache.find(run) is None:
-                start = time.perf_counter()
-                loss = train(run, progress)
-                cache.add(run, loss, seconds=round(time.perf_counter() - start, 1))
-            progress.advance(total)
+    complete(cache, runs, train)
 
     comparisons = collect(cache, runs, options.formats)
-    if options.json:
-        print(as_json(comparisons))
-    else:
-        Console().print(table_of(f"Character GPT, {options.steps} steps", comparisons))
+    show(f"Character GPT, {options.steps} steps", comparisons, as_data=options.json)
 
 
 if __name__ == "__main__":

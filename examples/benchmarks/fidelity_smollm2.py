@@ -13,15 +13,13 @@ It needs: pip install 'mt-lightning[examples]'
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from char_gpt import rate_factor
 from contenders import BASELINE, make_optimizer
-from paired_runs import RunCache, as_json, collect, table_of
-from rich.console import Console
+from paired_runs import RunCache, collect, complete, show
 from rich.progress import Progress
 from smollm2 import load, training_batches, validation_loss
 from torch import nn
@@ -97,22 +95,12 @@ def main() -> None:
     ]
     cache = RunCache(options.cache)
     mine = [run for run in runs if options.only in (None, run["seed"])]
-    with Progress(console=Console(stderr=True)) as progress:
-        total = progress.add_task("Runs", total=len(mine))
-        for run in mine:
-            if cache.find(run) is None:
-                start = time.perf_counter()
-                loss = train(run, progress)
-                cache.add(run, loss, seconds=round(time.perf_counter() - start, 1))
-            progress.advance(total)
+    complete(cache, mine, train)
     if options.only is not None:
         return
 
     comparisons = collect(cache, runs, options.formats)
-    if options.json:
-        print(as_json(comparisons))
-    else:
-        Console().print(table_of(f"SmolLM2-135M, {options.steps} steps", comparisons))
+    show(f"SmolLM2-135M, {options.steps} steps", comparisons, as_data=options.json)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,16 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from contenders import BASELINE, bits_per_value
 from rich import box
+from rich.console import Console
+from rich.progress import Progress
 from rich.table import Table
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -62,6 +65,36 @@ class RunCache:
             line = json.dumps({"run": run, "validation_loss": validation_loss, **more})
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
+
+
+def complete(
+    cache: RunCache,
+    runs: Sequence[dict[str, Any]],
+    train: Callable[[dict[str, Any], Progress], float],
+) -> None:
+    """Take the runs that are missing in the cache.
+
+    Args:
+        cache: Where finished runs are.
+        runs: What each depends on.
+        train: Takes one run and returns its validation loss.
+    """
+    with Progress(console=Console(stderr=True)) as progress:
+        total = progress.add_task("Runs", total=len(runs))
+        for run in runs:
+            if cache.find(run) is None:
+                start = time.perf_counter()
+                loss = train(run, progress)
+                cache.add(run, loss, seconds=round(time.perf_counter() - start, 1))
+            progress.advance(total)
+
+
+def show(title: str, comparisons: Sequence[Comparison], *, as_data: bool) -> None:
+    """Print comparisons, as a table or as JSON."""
+    if as_data:
+        print(as_json(comparisons))
+    else:
+        Console().print(table_of(title, comparisons))
 
 
 def _name(run: dict[str, Any]) -> str:

@@ -110,8 +110,10 @@ def open_machine(
             locks.append(lock)
         paths = _check_existing(paths, on_existing)
         record = CommitLog(paths).latest() if on_existing == "resume" else None
-        if record is None or not record.step:
-            record = None if record is None else _beginning(record)
+        if record is not None and not record.step:
+            _check_nothing_begun(record)
+            record = None
+        if record is None:
             for path in paths:
                 _remove_run(path)
         in_memory = any(is_memory(path) for path in paths)
@@ -198,8 +200,8 @@ def _check_existing(paths: list[Path], on_existing: OnExisting) -> list[Path]:
     )
 
 
-def _beginning(record: CommitRecord) -> None:
-    """Let a run start anew that has no step, unless something would be lost."""
+def _check_nothing_begun(record: CommitRecord) -> None:
+    """Raise ConfigError when a run that has no step cannot start anew without a loss."""
     if record.meta.get("begun"):
         raise ConfigError(
             "offload_dir holds weights that were loaded, or trained by an earlier fit, and the "

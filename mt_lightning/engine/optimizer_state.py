@@ -91,16 +91,16 @@ class StateImporter:
         for tensor in page.state_layout.tensors:
             keys[tensor.param].add(tensor.key)
         small = []
-        for spec, state, known in zip(page.layout.params, states, keys, strict=True):
+        layout = page.state_layout
+        for i, (spec, state) in enumerate(zip(page.layout.params, states, strict=True)):
+            known = keys[i]
             tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
             # The moments of a parameter without dimensions have none either.
             large = {k for k, v in tensors.items() if v.dim() or k in (*known, *_MOMENTS)}
-            _check_keys(spec, large, known, page.state_layout)
+            _check_keys(spec, large, known, layout)
             values = {k: v for k, v in state.items() if k not in large}
-            if page.state_layout.formats and state:
-                tensor = page.state_layout.tensors[len(small)]
-                format = page.state_layout.formats[len(small)]
-                _check_packed(spec, state, tensor, format)
+            if layout.formats and state:
+                _check_packed(spec, state, layout.tensors[i], layout.formats[i])
                 values = {k: v for k, v in values.items() if k not in _DESCRIPTION}
             values = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
             small.append(ParamState(tuple(sorted(large)), values))

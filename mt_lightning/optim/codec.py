@@ -16,13 +16,11 @@ import torch
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.optim import lossless
-from mt_lightning.optim.compressed_adamw import CompressedAdamW
-from mt_lightning.optim.packed.formats import FORMATS, choose
+from mt_lightning.optim.compressed_adamw import LOSSLESS, CompressedAdamW
+from mt_lightning.optim.packed.formats import DYNAMIC, FORMATS, choose
 from mt_lightning.optim.packed.place import Place
 from mt_lightning.pages.packed import Packing
 
-LOSSLESS = "lossless"
-DYNAMIC = "dynamic"
 COMPRESSIONS = (False, True, LOSSLESS, DYNAMIC, *FORMATS)
 """What `optimizer_compression` accepts; True means "dynamic"."""
 

@@ -29,7 +29,6 @@ def take(trainer: pl.Trainer, position: DataPosition, buffers: Buffers) -> dict[
     module, datamodule = trainer.lightning_module, _datamodule(trainer)
     return {
         "version": VERSION,
-        "global_step": trainer.global_step,
         "loops": _loops(trainer),
         "callbacks": call._call_callbacks_state_dict(trainer),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},

@@ -17,6 +17,16 @@ from mt_lightning import MegaTrainStrategy
 VOCAB, WIDTH = 100, 32
 
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu",
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+"""Settings of a Trainer that writes nothing."""
+
+
 class StoppedError(Exception):
     """What ends a run before its end."""
 
@@ -148,15 +158,11 @@ def train(
     module.counting = Counting()
     trainer = Trainer(
         strategy=strategy,
-        accelerator="cpu",
         max_steps=max_steps,
         max_epochs=-1,
         val_check_interval=min(4, num_samples // 2),
         callbacks=[module.counting],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **settings,
     )
     loader = DataLoader(Tokens(num_samples, noisy), batch_size=2, shuffle=True, num_workers=workers)

@@ -18,7 +18,7 @@ from torchmetrics import MeanMetric, MinMaxMetric
 
 from mt_lightning import ConfigError, MegaTrainStrategy
 
-from .run import StoppedError, Tokens
+from .run import QUIET, StoppedError, Tokens
 
 
 class Base(LightningModule):
@@ -68,12 +68,8 @@ def fit(
         settings["callbacks"] = settings["callbacks"]()
     trainer = Trainer(
         strategy=strategy,
-        accelerator="cpu",
         max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **QUIET,
         **settings,
     )
     try:
@@ -362,11 +358,8 @@ def test_a_checkpoint_takes_the_place_of_the_commits(
     strategy = MegaTrainStrategy(offload_dir=tmp_path / "run", on_existing="resume")
     trainer = Trainer(
         strategy=strategy,
-        accelerator="cpu",
         max_steps=6,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
+        **QUIET,
     )
     with caplog.at_level(logging.WARNING):
         trainer.fit(module, sized(), ckpt_path=tmp_path / "four.ckpt")
@@ -453,11 +446,8 @@ def test_pages_without_a_commit_are_not_touched(tmp_path: Path, what: str) -> No
         strategy = MegaTrainStrategy(offload_dir=directories, on_existing="resume", max_ram_gb=0.1)
         trainer = Trainer(
             strategy=strategy,
-            accelerator="cpu",
             max_steps=9,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
+            **QUIET,
         )
         try:
             trainer.fit(module, sized())
@@ -488,14 +478,7 @@ def test_weights_of_an_earlier_fit_are_not_thrown_away(tmp_path: Path) -> None:
     seed_everything(0)
     module = Base()
     strategy = MegaTrainStrategy(offload_dir=tmp_path, max_ram_gb=0.1)
-    settings = {
-        "strategy": strategy,
-        "accelerator": "cpu",
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-    }
-    trainer = Trainer(max_steps=4, **settings)
+    trainer = Trainer(strategy=strategy, max_steps=4, **QUIET)
     trainer.fit(module, sized())
     trainer.fit_loop.epoch_loop.max_steps = 9
     module.stop = len(module.told)
@@ -539,12 +522,9 @@ def test_a_slot_is_written_twice_before_a_commit(tmp_path: Path, stop: int) -> N
     seed_everything(0)
     plain = PlainTwice()
     Trainer(
-        accelerator="cpu",
         max_steps=30,
         max_epochs=-1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
+        **QUIET,
     ).fit(plain, sized())
     for name, value in plain.state_dict().items():
         assert torch.equal(expected.state_dict()[name], value), name

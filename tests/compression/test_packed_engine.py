@@ -17,7 +17,7 @@ from mt_lightning.optim.packed.update import decode
 
 from .net import Net, assert_same_training, fit, make_net
 
-FORMATS = ["dynamic", "fp32", "m4v4", "R2", "R1", "R0", "C5"]
+FORMATS = ["dynamic", "fp32", "m8v8", "m4v4", "R2", "R1", "R0", "C5"]
 
 
 def smallest_gb(net: Net, **settings: Any) -> float:

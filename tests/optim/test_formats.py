@@ -8,20 +8,30 @@ import torch
 from mt_lightning.errors import ConfigError
 from mt_lightning.optim.packed.formats import FORMATS, choose
 from mt_lightning.optim.packed.place import BLOCK_NUMEL, Place
-from mt_lightning.optim.packed.records import R0, R1, R2
+from mt_lightning.optim.packed.records import M8V8, R0, R1, R2
 from tests.optim.packed_cases import (
     ALL,
     RECORDS,
     STOCHASTIC,
     WIDTH,
+    adamw_step,
     by_name,
     decode,
     encode,
     fresh,
+    scalars,
 )
 
-RECORD_BYTES = {"fp32": 1024, "C5": 85, "m4v4": 132, "R2": 116, "R1": 111, "R0": 100}
-BITS = {"fp32": 32, "C5": 2.656, "m4v4": 4.125, "R2": 3.625, "R1": 3.469, "R0": 3.125}
+RECORD_BYTES = {"fp32": 1024, "m8v8": 262, "C5": 85, "m4v4": 132, "R2": 116, "R1": 111, "R0": 100}
+BITS = {
+    "fp32": 32,
+    "m8v8": 8.188,
+    "C5": 2.656,
+    "m4v4": 4.125,
+    "R2": 3.625,
+    "R1": 3.469,
+    "R0": 3.125,
+}
 
 
 def whole(shape: tuple[int, ...]) -> Place:
@@ -51,21 +61,25 @@ def test_state_takes_whole_records(format, numel: int, blocks: int) -> None:
         ((), "fp32"),
         ((1_000_000,), "fp32"),
         ((64, 63), "fp32"),
-        ((64, 64), "R1"),
-        ((4096, 255), "R1"),
-        ((64, 256), "C5"),
-        ((63, 256), "R1"),
-        ((2, 2048), "R1"),
         ((0, 5), "fp32"),
+        ((64, 64), "m8v8"),
+        ((511, 512), "m8v8"),
+        ((4, 65535), "m8v8"),
+        ((63, 4096), "m8v8"),
+        ((64, 64, 3, 3), "m8v8"),
+        ((512, 512), "C5"),
+        ((64, 4096), "C5"),
+        ((1029, 255), "R1"),
+        ((63, 8192), "R1"),
         ((64, 32768), "C5"),
         ((64, 32769), "R1"),
-        ((64, 16, 3, 3), "R1"),
-        ((64, 64, 3, 3), "C5"),
-        ((8, 64, 256), "C5"),
-        ((64, 256, 1), "C5"),
+        ((2048, 16, 3, 3), "R1"),
+        ((256, 128, 3, 3), "C5"),
+        ((8, 128, 256), "C5"),
+        ((1024, 256, 1), "C5"),
     ],
 )
-def test_dynamic_packs_large_matrices_only(shape: tuple[int, ...], name: str) -> None:
+def test_dynamic_spends_few_bits_on_large_matrices_only(shape: tuple[int, ...], name: str) -> None:
     assert choose("dynamic", whole(shape)).name == name
 
 
@@ -75,7 +89,7 @@ def test_a_name_holds_for_every_tensor(name: str) -> None:
 
 
 def test_an_unknown_format_is_refused_with_the_list_of_names() -> None:
-    with pytest.raises(ConfigError, match="'R9'.*dynamic, fp32, C5, m4v4, R2, R1, R0"):
+    with pytest.raises(ConfigError, match="'R9'.*dynamic, fp32, m8v8, C5, m4v4, R2, R1, R0"):
         choose("R9", whole((4,)))
 
 
@@ -121,6 +135,52 @@ def test_v_codes_of_r2_and_r0_are_bits_in_planes(format, base: int) -> None:
         if format is R2:
             code |= (int(record[96 + position % 16]) >> (position // 16) & 1) << 2
         assert values[position].item() == float(base) ** (code - top)
+
+
+def test_codes_of_m8v8_are_bytes_eight_and_sixteen_to_an_octave() -> None:
+    record = fresh(M8V8, 256)
+    codes = torch.arange(256, dtype=torch.uint8)
+    rows = record.view(2, 262)
+    rows[:, :128] = codes.view(2, 128)
+    rows[:, 128:256] = codes.view(2, 128)
+    rows[:, 256:258] = torch.tensor([2.0]).to(torch.bfloat16).view(torch.uint8)
+    rows[:, 258:] = torch.tensor([0.1]).view(torch.uint8)
+    m, v = decode(M8V8, record, 256)
+    for code in range(256):
+        magnitude, from_top = code & 127, 255 - code
+        expected = 0.0
+        if magnitude:
+            octave, part = divmod(magnitude + 1, 8)
+            expected = 2.0 * (1 + part / 8) * 2.0 ** (octave - 16)
+        assert m[code].item() == (-expected if code & 128 else expected)
+        octave, part = divmod(-from_top, 16)
+        level = torch.tensor((1 + part / 16) * 2.0**octave)
+        assert v[code].item() == level * torch.tensor(0.1)
+
+
+def test_m_of_m8v8_is_rounded_to_the_nearest_level_or_to_zero() -> None:
+    lowest = 1.25 * 2.0**-16
+    values = torch.zeros(128)
+    values[:8] = torch.tensor(
+        [1.0, 0.97, -0.968, 0.51, 0.54, lowest, -lowest * 0.51, -lowest * 0.49]
+    )
+    record = fresh(M8V8, 128)
+    encode(M8V8, values, torch.zeros(128), record)
+    m, _ = decode(M8V8, record, 128)
+    assert m[:8].tolist() == [1.0, 1.0, -0.9375, 0.5, 0.5625, lowest, -lowest, 0.0]
+    assert not m[7:].signbit().any()
+
+
+def test_a_lone_large_v_of_m8v8_is_not_worn_down_by_its_scale() -> None:
+    param, record = torch.zeros(128), fresh(M8V8, 128)
+    grad = torch.full((128,), 0.1)
+    grad[0] = 1.0
+    for step in range(1, 501):
+        adamw_step(M8V8, param, grad, record, scalars(step, beta2=0.999), key=step)
+    _, v = decode(M8V8, record, 128)
+    expected = torch.tensor([1.0, 1e-2]) * (1 - 0.999**500)
+    assert torch.allclose(v[:1], expected[:1], rtol=1e-4)
+    assert torch.allclose(v[1:].mean(), expected[1], rtol=0.05)
 
 
 @pytest.mark.parametrize("format", STOCHASTIC, ids=by_name)

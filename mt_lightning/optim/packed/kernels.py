@@ -26,6 +26,7 @@ import numpy as np
 from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from mt_lightning.optim.jit import jit
+from mt_lightning.optim.packed.draws import GOLDEN, draw, salt_of
 from mt_lightning.optim.packed.machine import (
     add32,
     and32,
@@ -41,7 +42,6 @@ from mt_lightning.optim.packed.machine import (
     shr32,
     stack,
     wide,
-    xor32,
 )
 from mt_lightning.optim.packed.packing import (
     join_nibbles,
@@ -73,9 +73,6 @@ _FRACTION = i32(0x7FFFFFFF)
 _INFINITY = i32(0x7F800000)
 _ONE = i32(127 << 23)
 _TINY = f32(2.0**-126)
-_GOLDEN = i32(0x9E3779B9 - (1 << 32))
-_MIX1 = i32(0x7FEB352D)
-_MIX2 = i32(0x846CA68B - (1 << 32))
 _BF16 = i32(-65536)
 _KEEP = i32(-1)
 """In place of scales: the record stays as it is."""
@@ -152,19 +149,6 @@ def _scales(m_top, v_top, code):
 
 
 @_inlined
-def _mix(x):
-    """Return lowbias32(x)."""
-    return _mix_rest(xor32(x, shr32(x, i32(16))))
-
-
-@_inlined
-def _mix_rest(x):
-    x = mul32(x, _MIX1)
-    x = mul32(xor32(x, shr32(x, i32(15))), _MIX2)
-    return xor32(x, shr32(x, i32(16)))
-
-
-@_inlined
 def _joined(m_scale, v_scale):
     """Return the bits of both scales as they lie in a record."""
     return or32(shr32(bits_of(m_scale), i32(16)), bits_of(v_scale))
@@ -197,13 +181,10 @@ def _encode_block(m, v, m_scale, v_scale, fmt, key, index, spread, c, k):
     down = add32(i32(32), -shift)
     mask = -shl32(i32(1), add32(shift, i32(-16)))
     offset = add32(shl32(i32(1), add32(shift, i32(-17))), -low)
-    origin = mul32(i32(index), _GOLDEN)
-    salt = xor32(key, _mix(i32(index >> 32)))
-    salt = xor32(salt, shr32(salt, i32(16)))  # the first step of the hash, taken for all
+    origin = mul32(i32(index), GOLDEN)
+    salt = salt_of(key, index)
     for j in range(128):
-        x = add32(origin, spread[j])
-        random = _mix_rest(xor32(xor32(x, shr32(x, i32(16))), salt))
-        carry = and32(shr32(random, down), mask)
+        carry = and32(shr32(draw(add32(origin, spread[j]), salt), down), mask)
         v_bits = bits_of(max(v[j] * inverse, lowest))
         k[j] = min(sar32(add32(add32(v_bits, offset), carry), shift), top)
 
@@ -235,7 +216,7 @@ def step_packed(param, grad, records, size, constants, fmt, kappa, key, first, n
     scales = carray(stack(i32, 8), (8,), i32)
     spread = carray(stack(i32, 128), (128,), i32)
     for j in range(128):
-        spread[j] = mul32(i32(j), _GOLDEN)
+        spread[j] = mul32(i32(j), GOLDEN)
     num_blocks = len(param) // 128
     for begin in range(0, num_blocks, _BATCH):
         count = min(_BATCH, num_blocks - begin)
@@ -329,7 +310,7 @@ def encode_packed(exp_avg, exp_avg_sq, records, size, fmt, key, first):
     k = carray(k_start, (128,), u8)
     spread = carray(stack(i32, 128), (128,), i32)
     for j in range(128):
-        spread[j] = mul32(i32(j), _GOLDEN)
+        spread[j] = mul32(i32(j), GOLDEN)
     num_unfit = 0
     for block in range(len(exp_avg) // 128):
         m_in = carray(behind(exp_avg, block * 128), (128,), f32)

@@ -95,11 +95,14 @@ def decode(
         exp_avg, exp_avg_sq = moments[:, :BLOCK_NUMEL], moments[:, BLOCK_NUMEL:]
         return exp_avg.flatten()[:numel], exp_avg_sq.flatten()[:numel]
     rows = _rows(format, records, numel)
-    low, high = rows[:, :64] & 15, rows[:, :64] >> 4
-    codes = torch.cat([low, high], 1).long()
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    if format.is_byte_wide:
+        codes, values = rows[:, :BLOCK_NUMEL].long(), _byte_values()
+    else:
+        low, high = rows[:, :64] & 15, rows[:, :64] >> 4
+        codes = torch.cat([low, high], 1).long()
+        values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     values = torch.cat([values, -values])
-    exp_avg = values[codes] * _scale(rows, -4)
+    exp_avg = values[codes] * _scale(rows, -format.scale_bytes)
     return exp_avg.flatten()[:numel], _levels(format, records, numel, torch.tensor(1.0))
 
 
@@ -144,8 +147,12 @@ def _levels(
 ) -> torch.Tensor:
     """Return the levels of v times the scale, which is multiplied by `factor` before."""
     rows = _rows(format, records, numel)
-    x = rows[:, 64 : 64 + format.v_bytes].int()
-    if format == R1:
+    x = rows[:, format.m_bytes : format.m_bytes + format.v_bytes].int()
+    scale = _scale(rows, -2)
+    if format.is_byte_wide:
+        codes = x
+        scale = rows[:, -4:].flatten().clone().view(torch.float32)[:, None]
+    elif format == R1:
         codes = torch.cat([x % 6, x // 6 % 6, x // 36], 1)[:, :BLOCK_NUMEL]
     elif format == M4V4:
         codes = torch.cat([x & 15, x >> 4], 1)
@@ -153,8 +160,8 @@ def _levels(
         codes = torch.cat([x[:, :32] >> 2 * part & 3 for part in range(4)], 1)
         if format == R2:
             codes = codes | torch.cat([(x[:, 32:] >> part & 1) << 2 for part in range(8)], 1)
-    bits = (codes << format.level_shift) + (127 + format.lowest_exponent << 23)
-    return (bits.view(torch.float32) * (_scale(rows, -2) * factor)).flatten()[:numel]
+    bits = (codes << format.level_shift) + format.lowest_bits
+    return (bits.view(torch.float32) * (scale * factor)).flatten()[:numel]
 
 
 def _write(
@@ -167,6 +174,11 @@ def _write(
 ) -> int:
     tops = exp_avg.abs().amax(1, True), exp_avg_sq.amax(1, True)
     fit = (tops[0].isfinite() & tops[1].isfinite() & (exp_avg_sq.amin(1, True) >= 0)).squeeze(1)
+    rows = _rows(format, records, exp_avg.numel())
+    if format.is_byte_wide:
+        new = _byte_wide(format, exp_avg, exp_avg_sq, *tops, key, first)
+        rows[fit] = new[fit]
+        return int((~fit).sum())
     m_scale = _cut(tops[0] / 6)
     v_scale = _cut(tops[1] / 1.5 if format == M4V4 else tops[1])
     m_codes = _m_codes(exp_avg, m_scale)
@@ -187,9 +199,45 @@ def _write(
         bits = scale.view(torch.int32) >> 16
         parts += [bits & 255, bits >> 8]
     new = torch.cat(parts, 1).to(torch.uint8)
-    rows = _rows(format, records, exp_avg.numel())
     rows[fit] = new[fit]
     return int((~fit).sum())
+
+
+def _byte_wide(
+    format: Format,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    m_top: torch.Tensor,
+    v_top: torch.Tensor,
+    key: int,
+    first: int,
+) -> torch.Tensor:
+    """Return the records of m8v8."""
+    nearest = (m_top.view(torch.int32) + 0x8000 & -65536).clamp(max=0x7F7F0000)
+    m_scale = _cut(nearest.view(torch.float32))
+    v_scale = torch.where(v_top < 2.0**-110, 0.0, v_top)
+    parts = [
+        _m_byte_codes(exp_avg, m_scale),
+        _v_codes(format, exp_avg_sq, v_scale, key, first),
+    ]
+    parts += [m_scale.view(torch.int32) >> shift & 255 for shift in (16, 24)]
+    parts += [v_scale.view(torch.int32) >> shift & 255 for shift in (0, 8, 16, 24)]
+    return torch.cat(parts, 1).to(torch.uint8)
+
+
+def _byte_values() -> torch.Tensor:
+    """Return the magnitudes of the m codes of m8v8."""
+    bits = (127 << 23) - (127 - torch.arange(128, dtype=torch.int32) << 20)
+    return torch.cat([torch.zeros(1), bits[1:].view(torch.float32)])
+
+
+def _m_byte_codes(exp_avg: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    y = exp_avg.abs() * _inverse(scale)
+    lowest = 1.25 * 2.0**-16
+    bits = torch.clamp(y, min=lowest).view(torch.int32)
+    magnitude = (bits - (127 << 23) + (1 << 19) >> 20) + 127
+    sign = (exp_avg.view(torch.int32) < 0).int() << 7
+    return torch.where(y < lowest / 2, 0, magnitude | sign)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -216,8 +264,8 @@ def _m_codes(exp_avg: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 def _v_codes(
     format: Format, exp_avg_sq: torch.Tensor, scale: torch.Tensor, key: int, first: int
 ) -> torch.Tensor:
-    low, shift = 127 + format.lowest_exponent << 23, format.level_shift
-    y = torch.clamp(exp_avg_sq * _inverse(scale), min=2.0**format.lowest_exponent)
+    low, shift = format.lowest_bits, format.level_shift
+    y = torch.clamp(exp_avg_sq * _inverse(scale), min=format.lowest_level)
     bits = y.view(torch.int32)
     if format == R0:  # a level spans two octaves: make y linear in its bits between levels
         rest = bits - low & (1 << 24) - 1
@@ -225,8 +273,8 @@ def _v_codes(
         bits = bits - rest + (above * torch.tensor((1 << 24) / 3)).int()
     index = torch.arange(exp_avg_sq.numel(), dtype=torch.int64).view(exp_avg_sq.shape) + first
     salt = key ^ _lowbias32(index >> 32)
-    draw = _lowbias32((index & _MASK) * 0x9E3779B9 & _MASK ^ salt) >> 16
-    carry = (draw << shift - 16) + (1 << shift - 17)
+    draw = _lowbias32((index & _MASK) * 0x9E3779B9 & _MASK ^ salt) >> 32 - format.draw_bits
+    carry = (draw << shift - format.draw_bits) + (1 << shift - format.draw_bits - 1)
     codes = torch.clamp(bits.long() - low + carry >> shift, max=format.num_levels - 1).int()
     return torch.where(scale > 0, codes, 0)
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from mt_lightning.errors import ConfigError
-from mt_lightning.optim.packed import kernels, reference
+from mt_lightning.optim.packed import byte_kernels, kernels, reference
 from mt_lightning.optim.packed.panel_update import encode_panels, on_panels
 from mt_lightning.optim.packed.panels import PanelFormat
 from mt_lightning.optim.packed.place import BLOCK_NUMEL, Place
@@ -87,9 +87,11 @@ def adamw_step(
 
     def run(p: np.ndarray, g: np.ndarray, begin: int, num_valid: int) -> None:
         stored = _stretch(data, size, begin, begin + len(p))
-        kernels.step_packed(
-            p, g, stored, size, constants, numbers, kappa, signed, first + begin, num_valid
-        )
+        at = first + begin
+        if format.is_byte_wide:
+            byte_kernels.step_bytes(p, g, stored, constants, kappa, signed, at, num_valid)
+            return
+        kernels.step_packed(p, g, stored, size, constants, numbers, kappa, signed, at, num_valid)
 
     in_pieces(_split(numel)[0], _PIECE_NUMEL, threads, lambda a, b: run(p[a:b], g[a:b], a, b - a))
     whole, rest = _split(numel)
@@ -140,14 +142,15 @@ def decode(
     exp_avg, exp_avg_sq = torch.empty(padded), torch.empty(padded)
     m, v = exp_avg.numpy(), exp_avg_sq.numpy()
     numbers, _ = _numbers(format)
-    in_pieces(
-        padded,
-        _PIECE_NUMEL,
-        threads,
-        lambda a, b: kernels.decode_packed(
-            _stretch(data, size, a, b), size, numbers, m[a:b], v[a:b]
-        ),
-    )
+
+    def run(a: int, b: int) -> None:
+        stored = _stretch(data, size, a, b)
+        if format.is_byte_wide:
+            byte_kernels.decode_bytes(stored, m[a:b], v[a:b])
+        else:
+            kernels.decode_packed(stored, size, numbers, m[a:b], v[a:b])
+
+    in_pieces(padded, _PIECE_NUMEL, threads, run)
     return exp_avg[:numel], exp_avg_sq[:numel]
 
 
@@ -201,8 +204,11 @@ def encode(
         signed = _signed(key)
 
         def run(m: np.ndarray, v: np.ndarray, begin: int) -> None:
-            stored = _stretch(data, size, begin, begin + len(m))
-            unfit.append(kernels.encode_packed(m, v, stored, size, numbers, signed, first + begin))
+            stored, at = _stretch(data, size, begin, begin + len(m)), first + begin
+            if format.is_byte_wide:
+                unfit.append(byte_kernels.encode_bytes(m, v, stored, signed, at))
+            else:
+                unfit.append(kernels.encode_packed(m, v, stored, size, numbers, signed, at))
 
         whole, rest = _split(numel)
         in_pieces(whole, _PIECE_NUMEL, threads, lambda a, b: run(m[a:b], v[a:b], a))
@@ -284,8 +290,7 @@ def _padded(values: np.ndarray) -> np.ndarray:
 @cache
 def _numbers(format: Format) -> tuple[np.ndarray, np.float32]:
     """Return what kernels must know of a format: int32 numbers, and kappa^2 - 1."""
-    lowest = 127 + format.lowest_exponent << 23
-    numbers = [format.code, format.level_shift, lowest, format.num_levels - 1]
+    numbers = [format.code, format.level_shift, format.lowest_bits, format.num_levels - 1]
     return np.array(numbers, np.int32), np.float32(format.kappa**2 - 1)
 
 

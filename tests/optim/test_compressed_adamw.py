@@ -389,7 +389,7 @@ class _Module(lightning.LightningModule):
         return torch.utils.data.DataLoader(data, batch_size=4)
 
 
-@pytest.mark.parametrize("format", ["R1", "lossless"])
+@pytest.mark.parametrize("format", ["m8v8", "R1", "lossless"])
 def test_a_plain_trainer_saves_and_resumes_it(format: str, tmp_path: Path) -> None:
     def trainer(max_epochs: int) -> lightning.Trainer:
         return lightning.Trainer(

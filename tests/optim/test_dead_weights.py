@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from mt_lightning.optim.packed.records import M8V8
 from tests.optim.packed_cases import ALL, RECORDS, adamw_step, by_name, decode, fresh, scalars
 
 
@@ -23,6 +24,21 @@ def test_weights_without_gradient_do_not_move(format) -> None:
         assert not exp_avg[dead].any()
     assert torch.equal(param[dead], before[dead])
     assert (param[~dead] != before[~dead]).all()
+
+
+@pytest.mark.parametrize("beta1", [0.5, 0.9, 0.94])
+def test_m_of_m8v8_fades_to_zero_where_gradients_end_in_a_live_block(beta1: float) -> None:
+    numel = 128 * 4
+    generator = torch.Generator().manual_seed(0)
+    param, records = torch.zeros(numel), fresh(M8V8, numel)
+    for step in range(1, 400):
+        grad = torch.randn(numel, generator=generator)
+        if step > 30:
+            grad[::4] = 0
+        adamw_step(M8V8, param, grad, records, scalars(step, beta1=beta1), key=step)
+    exp_avg, _ = decode(M8V8, records, numel)
+    assert not exp_avg[::4].any()
+    assert exp_avg[1::4].all()
 
 
 @pytest.mark.parametrize("format", ALL, ids=by_name)

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.optim.packed.records import M8V8
 from tests.optim.packed_cases import ALL, PACKED, by_name, decode, encode, fresh, same, wild
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -62,6 +63,24 @@ def test_two_hundred_rounds_change_nothing(format) -> None:
     for key in range(200):
         encode(format, *decode(format, records, numel), records, key=key, vectors=records)
     assert torch.equal(records, first)
+
+
+@pytest.mark.parametrize("power", [-110, -60, 0, 125, 126, 127])
+def test_every_record_of_m8v8_that_can_arise_is_kept(power: int) -> None:
+    generator = torch.Generator().manual_seed(power + 200)
+    rows = torch.randint(0, 256, (500, 262), generator=generator).to(torch.uint8)
+    rows[:, :128][rows[:, :128] == 128] = 0  # there is no negative zero
+    rows[:, 5], rows[:, 128 + 9] = 127, 255  # the largest values have the last codes
+    scales = ((1 + torch.rand(500, 1, generator=generator)).double() * 2.0**power).float()
+    rows[:, 256:258] = scales.view(torch.uint8)[:, 2:]
+    rows[:, 258:] = scales.view(torch.uint8)
+    records = rows.flatten()
+    exp_avg, exp_avg_sq = decode(M8V8, records, 64_000)
+    assert exp_avg.isfinite().all()
+    for key in range(3):
+        again = torch.full_like(records, 0xA5)
+        encode(M8V8, exp_avg, exp_avg_sq, again, key=key)
+        assert torch.equal(again, records)
 
 
 def test_fp32_keeps_any_bits() -> None:

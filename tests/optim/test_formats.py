@@ -162,7 +162,7 @@ def test_m_of_m8v8_is_rounded_to_the_nearest_level_or_to_zero() -> None:
     lowest = 1.25 * 2.0**-16
     values = torch.zeros(128)
     values[:8] = torch.tensor(
-        [1.0, 0.97, -0.968, 0.51, 0.54, lowest, -lowest * 0.51, -lowest * 0.49]
+        [1.0, 0.97, -0.968, 0.51, 0.54, lowest, -lowest * 0.96, -lowest * 0.94]
     )
     record = fresh(M8V8, 128)
     encode(M8V8, values, torch.zeros(128), record)

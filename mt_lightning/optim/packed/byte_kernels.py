@@ -51,8 +51,8 @@ _M_SHIFT = i32(20)
 _M_ZERO = i32((127 << 23) - (127 << 20))
 """Where the line through the bits of m's levels meets code 0."""
 _M_OFFSET = i32((1 << 19) - (127 << 23) + (127 << 20))
-_M_LOWEST = f32(1.25 * 2.0**-16)
-_M_LEAST = f32(1.25 * 2.0**-17)
+_M_FLOOR = f32(1.125 * 2.0**-16)
+"""Its code is 0."""
 
 _V_SHIFT = i32(M8V8.level_shift)
 _V_LOW = i32(M8V8.lowest_bits)
@@ -101,9 +101,8 @@ def _encode_block(m, v, m_top, v_top, key, index, spread, r):
     for j in range(128):
         x = bits_of(m[j])
         y = float_of(and32(x, _FRACTION)) * inverse
-        above = add32(bits_of(max(y, _M_LOWEST)), _M_OFFSET)
-        c = or32(sar32(above, _M_SHIFT), and32(shr32(x, i32(24)), i32(128)))
-        r[j] = c if y >= _M_LEAST else i32(0)
+        c = sar32(add32(bits_of(max(y, _M_FLOOR)), _M_OFFSET), _M_SHIFT)
+        r[j] = or32(c, and32(shr32(x, i32(24)), i32(128))) if c != i32(0) else i32(0)
     inverse = f32(1) / v_scale if v_scale > f32(0) else f32(0)
     # As in kernels: random bits decide the carry, and a value on its level stays there.
     origin = mul32(i32(index), GOLDEN)

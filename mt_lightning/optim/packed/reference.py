@@ -233,11 +233,10 @@ def _byte_values() -> torch.Tensor:
 
 def _m_byte_codes(exp_avg: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     y = exp_avg.abs() * _inverse(scale)
-    lowest = 1.25 * 2.0**-16
-    bits = torch.clamp(y, min=lowest).view(torch.int32)
+    bits = torch.clamp(y, min=1.125 * 2.0**-16).view(torch.int32)
     magnitude = (bits - (127 << 23) + (1 << 19) >> 20) + 127
     sign = (exp_avg.view(torch.int32) < 0).int() << 7
-    return torch.where(y < lowest / 2, 0, magnitude | sign)
+    return torch.where(magnitude == 0, 0, magnitude | sign)
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

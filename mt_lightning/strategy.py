@@ -52,7 +52,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         max_ram_gb: Host budget in GiB; None: 80 % of what cgroup and host leave free.
         max_disk_gb: Disk ceiling in GiB; None: what is free, less a margin.
         optimizer_compression: How optimizer state is kept. False: as it is. "lossless": every bit,
-            with about 5/6 of the bytes read and written. True: 2-4 bits per value, lossy, for
+            with about 5/6 of the bytes read and written. True: 2-8 bits per value, lossy, for
             `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
         layer_major: Order of accumulation; "auto" means False in this version.
         recompute: Recompute activations in backward; "auto" means True in this version.

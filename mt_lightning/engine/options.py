@@ -36,7 +36,7 @@ class Options:
 
     optimizer_compression: bool | str = False
     """How optimizer state is kept. False: as it is. "lossless": every bit, with about 5/6 of the
-    bytes read and written. True: 2-4 bits per value, for Adam and AdamW. A format: that one."""
+    bytes read and written. True: 2-8 bits per value, for Adam and AdamW. A format: that one."""
 
     layer_major: bool | Literal["auto"] = "auto"
     """Order of accumulation; "auto" means False in this version."""

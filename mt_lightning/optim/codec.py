@@ -1,4 +1,4 @@
-"""How optimizer state is kept on disk: as it is, coded without loss, or packed in 2-4 bits.
+"""How optimizer state is kept on disk: as it is, coded without loss, or packed in 2-8 bits.
 
 [Note: three ways]
 raw:      the plane holds what the optimizer's own class made; it steps views of it.
@@ -111,7 +111,7 @@ class PackedCodec(RawCodec):
 
     def __init__(self, name: str | None) -> None:
         self.name = name
-        self.words = "2-4 bits per value, lossy against fp32 Adam, exact as storage"
+        self.words = "2-8 bits per value, lossy against fp32 Adam, exact as storage"
         if name in FORMATS and FORMATS[name].exact:
             self.words = "fp32, every bit of it is kept"
 

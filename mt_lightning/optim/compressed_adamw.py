@@ -1,4 +1,4 @@
-"""AdamW and Adam whose state takes 2-4 bits per value: for any training loop."""
+"""AdamW and Adam whose state takes 2-8 bits per value: for any training loop."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class CompressedAdamW(torch.optim.Optimizer):
         betas: Decay of the two moments.
         eps: Added to the root.
         weight_decay: Weight decay.
-        format: "dynamic" (fp32 for small and 1-D tensors, C5 or R1 elsewhere), "fp32",
-            "C5", "m4v4", "R2", "R1", "R0" or "lossless".
+        format: "dynamic" (fp32 for 1-D and tiny tensors, m8v8 for small ones, C5 or R1 elsewhere),
+            "fp32", "m8v8", "C5", "m4v4", "R2", "R1", "R0" or "lossless".
         decoupled_weight_decay: Whether weights decay by themselves (AdamW), not through gradients.
         maximize: Whether to climb.
         seed: Seed of stochastic rounding.

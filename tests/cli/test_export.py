@@ -50,11 +50,12 @@ def test_packed_state_can_be_unpacked_for_plain_lightning(tmp_path: Path) -> Non
     assert_same_training(raw, again)
 
 
-def test_packing_what_was_unpacked_gives_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["R1", "m8v8"])
+def test_packing_what_was_unpacked_gives_the_same_bytes(tmp_path: Path, form: str) -> None:
     paths = [tmp_path / f"{name}.ckpt" for name in ("first", "plain", "second")]
-    save(paths[0], paged("R1"))
+    save(paths[0], paged(form))
     assert main(["export", str(paths[0]), str(paths[1]), "--optimizer", "adamw"]) == 0
-    assert main(["export", str(paths[1]), str(paths[2]), "--optimizer", "R1"]) == 0
+    assert main(["export", str(paths[1]), str(paths[2]), "--optimizer", form]) == 0
     first, second = (
         torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
         for path in (paths[0], paths[2])

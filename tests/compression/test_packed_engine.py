@@ -275,20 +275,21 @@ def test_the_start_table_says_what_is_lossy() -> None:
 # -- a gradient that is not finite ----------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["R1", "m8v8"])
 @pytest.mark.parametrize("nonfinite", ["propagate", "skip"])
-def test_a_nan_gradient_never_enters_packed_state(nonfinite: str) -> None:
+def test_a_nan_gradient_never_enters_packed_state(nonfinite: str, name: str) -> None:
     class Spoiled(Net):
         def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
             loss = super().training_step(batch, batch_idx)
             return loss * float("nan") if batch_idx == 2 else loss
 
     torch.manual_seed(0)
-    net = Spoiled(lambda net: CompressedAdamW(net.parameters(), lr=1e-2, format="R1"))
+    net = Spoiled(lambda net: CompressedAdamW(net.parameters(), lr=1e-2, format=name))
     strategy = MegaTrainStrategy(max_ram_gb=1, nonfinite=nonfinite)
     trainer = fit(net, strategy, max_steps=3)
     for entries in trainer.optimizers[0].state_dict()["state"].values():
         place = Place.of(entries["shape"], entries["stride"])
-        moments = decode(FORMATS_BY_NAME["R1"], entries["packed"], place.numel, width=place.width)
+        moments = decode(FORMATS_BY_NAME[name], entries["packed"], place.numel, width=place.width)
         assert all(torch.isfinite(moment).all() for moment in moments)
     is_nan = any(not torch.isfinite(p).all() for p in net.state_dict().values())
     assert is_nan == (nonfinite == "propagate")

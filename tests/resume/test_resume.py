@@ -60,7 +60,7 @@ def test_whatever_the_run_is(tmp_path: Path, kind: str, stop: int) -> None:
     assert stop - window < skipped <= stop
 
 
-@pytest.mark.parametrize("compression", ["lossless", "R1", True])
+@pytest.mark.parametrize("compression", ["lossless", "m8v8", "R1", True])
 def test_whatever_form_the_state_has(tmp_path: Path, compression: Any) -> None:
     paging = {"optimizer_compression": compression}
     expected = train(paged(tmp_path / "straight", **paging))

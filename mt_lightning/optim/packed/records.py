@@ -21,7 +21,7 @@ matters: a weight that never sees a gradient must keep m == 0, or it would move 
 m8v8 has eight bits, E4M3: a sign in the highest bit and a magnitude. Magnitude 0 is zero; k from 1
 to 127 is the float whose bits are those of 1 minus (127 - k) << 20, times the scale: 8 levels in an
 octave down to 1.25 * 2^-16. The scale is the largest |m| rounded to bfloat16, so the largest
-element takes code 127. Rounding is to nearest, as if code 0 stood for the next level, 1.125 * 2^-16.
+element takes code 127. Rounding is to nearest, as if code 0 were the level below, 1.125 * 2^-16.
 So m fades to zero where gradients have ended, for beta1 up to .94: half a level is 5.6% at most.
 
 [Note: v codes]

@@ -244,6 +244,7 @@ class Attached:
     def step(self, optimizer: int) -> bool:
         """Apply the gradients of one optimizer; False when the step was skipped."""
         self._end_dead_backward()
+        self._parking.forget_dead()
         run = self.run
         if self._stats.steps:
             self._report_first_step()
@@ -324,7 +325,7 @@ class Attached:
         for page in pages:
             if not self.run.binder.is_bound(page) and not self._editing[page.index]:
                 with torch.inference_mode(False), torch.no_grad():
-                    self._parking.show(page)
+                    self._parking.show_again(page)
 
     def _undo_partial_step(self) -> None:
         """Go back to the last commit when a step was interrupted: nobody may see half of it.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from mt_lightning.engine.build import Build
@@ -9,6 +11,18 @@ from mt_lightning.pages.layout import ParamSpec
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.mapping import PrivateMapping
 from mt_lightning.tiers.store import Store
+
+
+@dataclass
+class _Shown:
+    """A mapping that parameters have shown, and of which version of the page it is."""
+
+    mapping: PrivateMapping
+    slot: int | None
+    sums: list[list[int]]
+
+    def is_of(self, page: Page) -> bool:
+        return self.slot == page.weight.slot and self.sums is page.weight.sums
 
 
 class Parking:
@@ -19,6 +33,7 @@ class Parking:
         self._members = build.members
         self._store = store
         self._parked: dict[int, tuple[PrivateMapping, list[int]]] = {}
+        self._shown: dict[int, _Shown] = {}
 
     def park(self, page: Page) -> None:
         """Let the parameters of `page` show its current slot; it needs no RAM until written to."""
@@ -29,9 +44,30 @@ class Parking:
     def show(self, page: Page) -> PrivateMapping:
         """Map the current slot of `page` into its parameters."""
         mapping = self._store.map_private(page.weight.file, 0, page.layout.nbytes)
+        self._let_show(page, mapping)
+        return mapping
+
+    def show_again(self, page: Page) -> None:
+        """Show the current slot as it was shown last, if nobody let go of that or wrote to it.
+
+        A `state_dict()` asks once for every module; tensors that several modules hold must be one
+        tensor in it, as they are in the model.
+        """
+        self.forget_dead()
+        shown = self._shown.get(page.index)
+        if shown is not None and shown.is_of(page) and shown.mapping.is_pristine():
+            self._let_show(page, shown.mapping)
+        else:
+            mapping = self.show(page)
+            self._shown[page.index] = _Shown(mapping, page.weight.slot, page.weight.sums)
+
+    def forget_dead(self) -> None:
+        """Let go of what was shown and has no tensor left: it would keep a file on the drive."""
+        self._shown = {i: shown for i, shown in self._shown.items() if shown.mapping.alive}
+
+    def _let_show(self, page: Page, mapping: PrivateMapping) -> None:
         for param, spec in zip(self._members[page.index].params, page.layout.params, strict=True):
             param.data = _view(mapping, spec)
-        return mapping
 
     def changed(self, page: Page) -> list[int]:
         """Return the parameters of a parked page whose bytes are no longer those of its slot."""

@@ -88,6 +88,10 @@ class PrivateMapping:
         """Whether a tensor cut from this mapping still lives."""
         return self.views.any()
 
+    def is_pristine(self) -> bool:
+        """Tell whether nobody has written to it; False where finding out takes long."""
+        return self._pristine is None and not self.written_ranges()
+
     def tensor(self, offset: int, nbytes: int) -> torch.Tensor:
         """Cut out a tensor with a storage of its own.
 

@@ -25,14 +25,19 @@ class Committer:
         io: I/O threads.
         log: Where records go.
         stats: Counters to keep.
-        layout: The file that describes the pages.
+        names: Files that a record names: what describes the pages, and how state is cut.
     """
 
     def __init__(
-        self, table: PageTable, io: IOQueue, log: CommitLog, stats: Stats, layout: str
+        self,
+        table: PageTable,
+        io: IOQueue,
+        log: CommitLog,
+        stats: Stats,
+        names: dict[str, str],
     ) -> None:
         self._table = table
-        self._layout = layout
+        self._names = names
         self._io = io
         self._log = log
         self._stats = stats
@@ -82,7 +87,7 @@ class Committer:
                 slots=slots,
                 sums=sums,
                 tensors=tensors,
-                meta={"optimizer": values, "layout": self._layout, "begun": self.begun},
+                meta={"optimizer": values, **self._names, "begun": self.begun},
             )
         )
         self._table.commit()

@@ -39,6 +39,7 @@ from mt_lightning.engine.machine import Machine, check_disk, ram_limit_bytes
 from mt_lightning.engine.optimizer_state import export_state
 from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
+from mt_lightning.engine.pieces import PIECES_KEY, keep_pieces
 from mt_lightning.engine.plain import PlainState
 from mt_lightning.engine.plan import Plan, make_plan
 from mt_lightning.engine.restore import keep_layout, take_over
@@ -231,9 +232,12 @@ class Engine:
         if old is not build or self._committer is None:
             before = self._committer
             step = before.step if before is not None and not optimizers else 0
-            name = keep_layout(self.machine.store, build.table)
+            names = {
+                "layout": keep_layout(self.machine.store, build.table),
+                PIECES_KEY: keep_pieces(self.machine.store, build.table),
+            }
             self._committer = Committer(
-                build.table, self.machine.io, self.machine.log, self._stats, name
+                build.table, self.machine.io, self.machine.log, self._stats, names
             )
             self._committer.step = step
             self._committer.begun = before is not None and (before.begun or before.step > 0)

@@ -24,9 +24,14 @@ def kept(store: Store, name: str) -> bytes:
         CorruptPageError: It is not there, or not what it was.
     """
     data = store.read_small(name)
-    if data is None or name != _name_of(data):
+    if data is None or not is_kept(name, data):
         raise CorruptPageError(None, "a commit names this file; it is gone or damaged", name)
     return data
+
+
+def is_kept(name: str, data: bytes) -> bool:
+    """Tell whether these are the bytes that were kept under a name."""
+    return name == _name_of(data)
 
 
 def _name_of(data: bytes) -> str:

@@ -9,8 +9,10 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mt_lightning.engine.engine import Engine
+from mt_lightning.engine.kept import keep
 from mt_lightning.errors import ConfigError
 from mt_lightning.resume.buffers import Buffers
+from mt_lightning.resume.description import DESCRIPTION_KEY, describe
 from mt_lightning.resume.packer import Packer, unpack
 from mt_lightning.resume.position import DataPosition, check_resumable
 from mt_lightning.resume.run_state import give_early, give_late, take
@@ -43,6 +45,7 @@ class RunKeeper:
             )
         name = self._state["kept_buffers"] if self._state is not None else None
         self._buffers = Buffers(trainer.lightning_module, engine.machine.store, name)
+        self._description = keep(engine.machine.store, describe(trainer.lightning_module))
         self._position = DataPosition(trainer)
         self._packer = Packer()
         self._num_steps = engine.num_steps
@@ -130,7 +133,8 @@ class RunKeeper:
             raise SIGTERMException
 
     def _take(self) -> dict[str, Any]:
-        return {**take(self._trainer, self._position, self._buffers), "finished": False}
+        state = take(self._trainer, self._position, self._buffers)
+        return {**state, "finished": False, DESCRIPTION_KEY: self._description}
 
     def finish(self) -> None:
         """Take note that training ended as it should: nothing is due any more."""

@@ -1,4 +1,4 @@
-"""`megatrain export --optimizer`: a checkpoint whose optimizer state has another form.
+"""`megatrain export`: its arguments, and a checkpoint whose optimizer state has another form.
 
 [Note: what is in RAM]
 The checkpoint is mapped, and each converted tensor is moved to a mapped file without a name as soon
@@ -15,11 +15,26 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import Progress
+from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
+from mt_lightning.commands.export_model import ModelOptions, export_model
 from mt_lightning.errors import ConfigError, StorageError
+from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
 from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_of_state
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+
+_DESCRIPTION = """\
+Write the weights of a run or a checkpoint as safetensors. OUT is a directory that
+AutoModelForCausalLM.from_pretrained reads or, if it ends in .safetensors, one file with the plain
+state dict. With --optimizer, OUT is a checkpoint as IN is.
+"""
+_EXAMPLES = """\
+examples:
+  megatrain export run1 model                      the last commit of the run in offload_dir run1
+  megatrain export last.ckpt model --model gpt2    a checkpoint that does not know its config
+  megatrain export last.ckpt weights.safetensors   any module
+  megatrain export a.ckpt b.ckpt --optimizer R1    optimizer state in another form
+"""
 
 
 @dataclass(frozen=True)
@@ -140,25 +155,94 @@ def _convert(
 
 def add_export_parser(commands: Any) -> None:
     """Add `export` to the subparsers of the command line."""
-    parser = commands.add_parser("export", help="write a checkpoint in another form")
-    parser.add_argument("source", type=Path, metavar="IN", help="a checkpoint")
-    parser.add_argument("target", type=Path, metavar="OUT", help="the file to write")
+    parser = commands.add_parser(
+        "export",
+        help="write a run or checkpoint for from_pretrained, or in another form",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        nargs="+",
+        metavar="IN",
+        help="a checkpoint, or the offload_dir of a run (all of them, if it has several)",
+    )
+    parser.add_argument("target", type=Path, metavar="OUT", help="what to write; it must not exist")
+    parser.add_argument(
+        "--model",
+        metavar="NAME_OR_DIR",
+        help="model whose config and tokenizer are used, where IN does not know",
+    )
+    parser.add_argument("--tokenizer", metavar="NAME_OR_DIR", help="its tokenizer, if another")
+    parser.add_argument(
+        "--prefix", metavar="NAME", help="attribute of the module that holds the model"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        help=f"most bytes of weights in one file (default: {DEFAULT_SHARD_SIZE})",
+    )
     parser.add_argument(
         "--optimizer",
-        required=True,
         metavar="FORM",
-        help=f"form of the optimizer state: {', '.join(FORMS)}",
+        help=f"write a checkpoint with its optimizer state as {', '.join(FORMS)}",
     )
 
 
 def run_export(options: argparse.Namespace) -> int:
     """Export and say what was written."""
+    model = ModelOptions(
+        model=options.model,
+        tokenizer=options.tokenizer,
+        prefix=options.prefix,
+        max_shard_size=options.max_shard_size,
+    )
+    if options.optimizer is None:
+        return _run_model(options.source, options.target, model)
+    if model != ModelOptions() or len(options.source) > 1:
+        raise ConfigError(
+            "--optimizer writes one checkpoint from one: give one IN, and no --model, "
+            "--tokenizer, --prefix or --max-shard-size."
+        )
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        done = export_optimizer(options.source, options.target, options.optimizer, progress)
+        done = export_optimizer(options.source[0], options.target, options.optimizer, progress)
     console = Console()
     console.print(
         f"{done.target}: optimizer state of {done.num_tensors} parameters as {options.optimizer}, "
         f"{done.before_bytes / 2**20:.1f} MiB before, {done.after_bytes / 2**20:.1f} MiB now",
         soft_wrap=True,
     )
+    return 0
+
+
+def _run_model(sources: list[Path], target: Path, options: ModelOptions) -> int:
+    columns = (*Progress.get_default_columns()[:-1], DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("weights", total=None)
+        done = export_model(
+            sources,
+            target,
+            options,
+            lambda nbytes: progress.update(task, total=nbytes),
+            lambda nbytes: progress.advance(task, nbytes),
+        )
+    saved = done.saved
+    what = [
+        done.architecture or "state dict",
+        f"{saved.num_tensors} tensors",
+        f"{saved.nbytes / 2**20:.1f} MiB",
+        f"{len(saved.files)} file{'s' if len(saved.files) > 1 else ''}",
+    ]
+    if done.step is not None:
+        what.append(f"step {done.step}")
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{target}: {', '.join(what)}", markup=False)
+    if done.left_out:
+        some = ", ".join(done.left_out[:4]) + (", ..." if len(done.left_out) > 4 else "")
+        console.print(f"left out, no part of the model: {some}", markup=False)
+    if done.architecture is not None:
+        found = done.tokenizer or "none found; give --tokenizer"
+        console.print(f"tokenizer: {found}", markup=False)
     return 0

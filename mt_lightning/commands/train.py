@@ -221,8 +221,7 @@ def _save(
     console: Console, module: CausalLMModule, tokenizer: PreTrainedTokenizerBase, output_dir: Path
 ) -> None:
     folder = output_dir / "model"
-    model: Any = module.model
-    model.save_pretrained(folder)
+    module.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     console.print(f"Model, for from_pretrained: {folder}", highlight=False, soft_wrap=True)
 

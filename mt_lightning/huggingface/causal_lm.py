@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -14,9 +15,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics.text import Perplexity
+from transformers import PreTrainedModel
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
 from mt_lightning.huggingface.loading import load_model
+from mt_lightning.huggingface.pretrained import save_model
+from mt_lightning.resume.description import MODELS_KEY, describe_models
 
 IGNORED_LABEL = -100
 _PERPLEXITY_CHUNK_TOKENS = 64
@@ -140,6 +145,43 @@ class CausalLMModule(LightningModule):
         factor = partial(learning_rate_factor, self.scheduler, self.warmup_steps, num_steps)
         schedule = {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write the model's config down, so that `megatrain export` need not be told."""
+        checkpoint[MODELS_KEY] = describe_models(self)
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        *,
+        max_shard_size: int | str = DEFAULT_SHARD_SIZE,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save the model for `from_pretrained`, at any time, in a fit too.
+
+        Weights that are in pages are read from their files piece by piece; no copy is in RAM.
+
+        Args:
+            save_directory: where to; made if it is not there. Weights that an earlier save left
+                there are replaced.
+            max_shard_size: the most bytes of tensors in one file, as a number or as "5GB".
+            safe_serialization: True: safetensors is the only format.
+
+        Raises:
+            ConfigError: if the model is not one of transformers, or a setting is wrong.
+            StorageError: if something cannot be read or written.
+        """
+        if safe_serialization is not True:
+            raise ConfigError(
+                f"safe_serialization={safe_serialization!r}: only safetensors is written; leave "
+                "it True."
+            )
+        if not isinstance(self.model, PreTrainedModel):
+            raise ConfigError(
+                f"the model is a {type(self.model).__name__}, which is no model of transformers. "
+                "Save a checkpoint, and export it with OUT ending in .safetensors."
+            )
+        save_model(self.model, Path(save_directory), max_shard_size=max_shard_size)
 
     def _build_optimizer(self) -> Optimizer:
         trainable = [p for p in self.parameters() if p.requires_grad]

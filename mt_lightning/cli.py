@@ -30,6 +30,7 @@ from mt_lightning.commands.settings import (
     settings_directory,
 )
 from mt_lightning.commands.train import train
+from mt_lightning.commands.verify import add_verify_parser, run_verify
 from mt_lightning.errors import MegaTrainError
 
 TRACEBACK_VARIABLE = "MT_TRACEBACK"
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_bench_parser(commands)
     add_export_parser(commands)
+    add_verify_parser(commands)
     return parser
 
 
@@ -135,6 +137,7 @@ _TOOLS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": _doctor,
     "bench": run_bench,
     "export": run_export,
+    "verify": run_verify,
 }
 
 

@@ -1,4 +1,4 @@
-"""One line of `megatrain doctor`, and the table of all."""
+"""One line of `megatrain doctor` or `megatrain verify`, and the table of all."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ class Finding:
         return {**asdict(self), "status": self.status.value}
 
 
-def findings_table(findings: Sequence[Finding]) -> Table:
+def findings_table(findings: Sequence[Finding], title: str = "megatrain doctor") -> Table:
     """Show findings, a remedy below each that needs one."""
-    table = Table(title="megatrain doctor", title_justify="left", title_style="bold")
+    table = Table(title=Text(title), title_justify="left", title_style="bold")
     table.add_column("check")
     table.add_column("")
     table.add_column("found", overflow="fold")

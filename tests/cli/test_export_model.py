@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +122,7 @@ def train(module: LightningModule, folder: Path, data: Any, num_dirs: int = 1) -
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[Path, State]]]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, State]]:
     """A trained run of each kind of module; read by the tests and never changed."""
     found = {}
     for name, make in MODELS.items():
@@ -136,7 +136,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[P
     found["own"] = (folder, {k.removeprefix("lm."): v for k, v in state.items() if k != "seen"})
     folder = tmp_path_factory.mktemp("plain")
     found["plain"] = (folder, train(Plain(), folder, DataLoader(torch.randn(12, 8))))  # pyright: ignore
-    yield found
+    return found
 
 
 def dirs_of(folder: Path) -> list[str]:

@@ -18,6 +18,7 @@ from mt_lightning.errors import (
     StepError,
     StorageError,
 )
+from mt_lightning.losses.chunked import chunked_loss
 from mt_lightning.optim.compressed_adamw import CompressedAdamW
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
 from mt_lightning.plugins.precision import MegaTrainPrecision
@@ -44,6 +45,7 @@ __all__ = [
     "StepError",
     "StorageError",
     "TextDataModule",
+    "chunked_loss",
     "grad_norm",
 ]
 

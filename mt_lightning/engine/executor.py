@@ -57,8 +57,13 @@ class Executor:
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(args, kwargs)
+            return self._run(self._forward, args, kwargs)
 
+        def run_inside(function: Callable[..., Any], *args: Any) -> Any:
+            return self._run(function, args, {})
+
+        # For what reads the unit's weights without being its forward; see `losses.chunked`.
+        forward.run_inside = run_inside  # type: ignore[attr-defined]
         self._unit.module.forward = forward
 
     def detach(self) -> None:
@@ -68,17 +73,19 @@ class Executor:
         else:
             self._unit.module.forward = self._own
 
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(
+        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if not torch.is_grad_enabled():
             self._host.enter(self._unit, backward=False)
             cache = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             try:
-                return self._forward(*args, **kwargs)
+                return function(*args, **kwargs)
             finally:
                 torch.set_autocast_cache_enabled(cache)
                 self._host.leave(self._unit, backward=False)
-        execution = _Execution(self._host, self._unit, self._modules, self._forward, args, kwargs)
+        execution = _Execution(self._host, self._unit, self._modules, function, args, kwargs)
         return checkpoint(
             execution,
             *args,

@@ -1,0 +1,1 @@
+"""Losses that never hold the logits of all tokens at once."""

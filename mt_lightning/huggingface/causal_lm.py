@@ -21,6 +21,8 @@ from mt_lightning.errors import ConfigError
 from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
 from mt_lightning.huggingface.loading import load_model
 from mt_lightning.huggingface.pretrained import save_model
+from mt_lightning.huggingface.training_loss import TrainingLoss
+from mt_lightning.losses.chunked import ChunkSize, chunk_tokens
 from mt_lightning.resume.description import MODELS_KEY, describe_models
 
 IGNORED_LABEL = -100
@@ -53,6 +55,9 @@ class CausalLMModule(LightningModule):
         warmup_steps: optimizer steps over which the learning rate rises from zero.
         scheduler: what the learning rate does after the warm-up: "constant", or "cosine" and
             "linear" to zero at the last step.
+        loss_chunk_size: tokens whose logits exist at once in a training step: "auto" for as many
+            as 32 MiB hold (256 MiB on an accelerator), None for all; see `chunked_loss`. Where the
+            model needs its logits for something else, it computes them all, and a log line says so.
         dtype: dtype of weights loaded by name.
         cache_dir: where a converted copy is kept; see `cache_directory`.
 
@@ -70,6 +75,7 @@ class CausalLMModule(LightningModule):
         optimizer: OptimizerFactory | None = None,
         warmup_steps: int = 0,
         scheduler: ScheduleName = "constant",
+        loss_chunk_size: ChunkSize | None = "auto",
         dtype: torch.dtype | str = torch.float32,
         cache_dir: str | os.PathLike[str] | None = None,
     ) -> None:
@@ -86,7 +92,10 @@ class CausalLMModule(LightningModule):
             )
         if warmup_steps < 0:
             raise ConfigError(f"warmup_steps={warmup_steps} is negative; set it to 0 or more.")
+        if loss_chunk_size is not None:
+            chunk_tokens(loss_chunk_size, 1, torch.device("cpu"))  # refuses what it cannot be
         saved = ["learning_rate", "weight_decay", "betas", "warmup_steps", "scheduler"]
+        saved.append("loss_chunk_size")
         self.save_hyperparameters(*saved, *(["model"] if isinstance(model, str) else []))
         self.learning_rate = _DEFAULT_LEARNING_RATE if learning_rate is None else learning_rate
         self.weight_decay = _DEFAULT_WEIGHT_DECAY if weight_decay is None else weight_decay
@@ -94,6 +103,7 @@ class CausalLMModule(LightningModule):
         self.warmup_steps = warmup_steps
         self.scheduler: ScheduleName = scheduler
         self._optimizer_factory = optimizer
+        self._training_loss = TrainingLoss(loss_chunk_size)
         self.model: nn.Module = (
             model
             if isinstance(model, nn.Module)
@@ -109,7 +119,7 @@ class CausalLMModule(LightningModule):
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean next-token loss of the batch."""
-        loss = self._run(batch).loss
+        loss = self._training_loss(self.model, partial(self._run, batch))
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
         return loss
 

@@ -219,6 +219,23 @@ def test_an_error_leaves_the_head_as_it_was() -> None:
     assert "forward" not in vars(model.head)
 
 
+def test_a_head_that_shows_no_whole_weight_is_called_as_it_is() -> None:
+    model = Net(entropy)
+    weight, own = model.head.weight, model.head.forward
+
+    def gather(hidden: Tensor) -> Tensor:
+        model.head.weight = weight
+        return own(hidden)
+
+    model.head.weight = nn.Parameter(torch.empty(0))
+    model.head.forward = gather  # type: ignore
+    with deferred_logits(model.head, 4) as deferral:
+        model(torch.randint(50, (2, 9))).backward()
+    assert (deferral.chunked, deferral.whole) == (0, [])
+    assert weight.grad is not None
+    assert model.head.forward is gather
+
+
 class Untyped(nn.Module):
     """Not a model of transformers."""
 

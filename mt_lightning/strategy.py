@@ -7,7 +7,6 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -23,16 +22,18 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from mt_lightning.engine.engine import Engine
-from mt_lightning.engine.machine import Machine, open_machine, remove_directories
+from mt_lightning.engine.machine import fresh_directory, open_machine
 from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
 from mt_lightning.errors import ConfigError
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+from mt_lightning.plugins.ending import end_asked
 from mt_lightning.plugins.guard import ClipGuard
 from mt_lightning.plugins.precision import MegaTrainPrecision
 from mt_lightning.plugins.refusals import eager_reason, micro_batches, refuse
 from mt_lightning.resume.keeper import RunKeeper
 from mt_lightning.tiers.link import Link
+from mt_lightning.tiers.patience import DISK_FULL_TIMEOUT_S
 from mt_lightning.tiers.store import Store
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         nonfinite: What a NaN or infinite gradient does: "propagate" (as plain Lightning),
             "skip", "raise".
         units: Class names of modules that run as one piece; None: found by rule.
+        disk_full_timeout_s: How long a run waits for space on a full disk; 0 fails at once.
         accelerator: Given by Lightning.
         checkpoint_io: Given by Lightning or the user; None: `PagedCheckpointIO()`.
         precision_plugin: Given by Lightning; translated to `MegaTrainPrecision`.
@@ -87,6 +89,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         durability: Durability = "auto",
         nonfinite: Nonfinite = "propagate",
         units: str | Sequence[str] | None = None,
+        disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -115,8 +118,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             durability=durability,
             nonfinite=nonfinite,
             units=units,
+            disk_full_timeout_s=disk_full_timeout_s,
         )
-        self._seams = {"link": _link, "wrap_store": _wrap_store, "clock": _clock}
+        self._seams: dict[str, Any] = {"link": _link, "wrap_store": _wrap_store, "clock": _clock}
+        self._seams["disk_full_timeout_s"] = disk_full_timeout_s
         self._sizes = {"slice_bytes": _slice_bytes, "read_ahead": _depth}
         self._engine: Engine | None = None
         self._guard = ClipGuard()
@@ -196,6 +201,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = False
         engine = self._open(model, trainer)
+        engine.machine.patience.stopping = end_asked(trainer)
         try:
             engine.prepare()
             if fitting:
@@ -232,10 +238,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         directories = self.options.directories
         own = directories is None
         if directories is None:
-            directories = [_fresh_directory(trainer.default_root_dir)]
-        machine = open_machine(directories, self.options.on_existing, **self._seams)  # type: ignore[arg-type]
+            directories = [fresh_directory(trainer.default_root_dir)]
+        machine = open_machine(directories, self.options.on_existing, **self._seams)
         engine = Engine(model, machine, self.options, **self._sizes)
-        self._closing = weakref.finalize(engine, _close_machine, machine, own)
+        self._closing = weakref.finalize(engine, machine.close, remove=own)
         self._engine = engine
         return engine
 
@@ -378,22 +384,3 @@ def grad_norm(trainer: pl.Trainer) -> float | None:
     if not isinstance(strategy, MegaTrainStrategy) or strategy.engine is None:
         raise ConfigError("grad_norm(trainer) needs a trainer that runs with strategy='megatrain'.")
     return strategy.engine.last_norm
-
-
-def _fresh_directory(root: str | os.PathLike[str]) -> str:
-    parent = Path(root) / "megatrain"
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        try:
-            (parent / f"run_{number}").mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return str(parent / f"run_{number}")
-
-
-def _close_machine(machine: Machine, own: bool) -> None:
-    machine.close()
-    if own:
-        remove_directories(machine.directories)

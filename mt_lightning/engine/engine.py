@@ -197,6 +197,7 @@ class Engine:
             ConfigError: The model or an optimizer cannot be paged.
         """
         assert self._live is None
+        self.machine.patience.begin()
         codecs = [codec_for(o, self.options.optimizer_compression) for o in optimizers]
         old = self._build if self._build is not None and self._knows(self._build) else None
         if old is not None and not optimizers:
@@ -330,6 +331,8 @@ class Engine:
             failed: Whether training ended in an error, which is then the one to be raised.
         """
         live, run = self.live, self.live.run
+        if failed:
+            self.machine.patience.end()
         self._last_norm = run.steps.last_norm
         for handle in self._handles:
             handle.remove()

@@ -25,7 +25,10 @@ from mt_lightning.tiers.heap import return_freed_memory
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.link import HostLink, Link
 from mt_lightning.tiers.lock import DirectoryLock
+from mt_lightning.tiers.patience import DISK_FULL_TIMEOUT_S, Patience
+from mt_lightning.tiers.steady import SteadyLog, SteadyStore, WatchedLink
 from mt_lightning.tiers.store import FileStore, Store
+from mt_lightning.tiers.watch import Watch
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,8 @@ class Machine:
         arena: Frames in RAM.
         link: The way to the device.
         clock: Seconds, for timing only.
+        patience: How long the drive is given.
+        watch: Names what stalls.
         record: The commit that a run goes on from, None for a new run.
     """
 
@@ -65,16 +70,22 @@ class Machine:
     link: Link
     clock: Callable[[], float]
     locks: list[DirectoryLock]
+    patience: Patience
+    watch: Watch
     record: CommitRecord | None = None
 
-    def close(self) -> None:
-        """End threads, close files and give the directory back."""
+    def close(self, *, remove: bool = False) -> None:
+        """End threads, close files and give the directory back; with `remove`, delete it."""
+        self.patience.end()
         self.io.close()
+        self.watch.close()
         self.store.close()
         self.link.close()
         self.arena.close()
         for lock in self.locks:
             lock.release()
+        if remove:
+            remove_directories(self.directories)
 
 
 def open_machine(
@@ -84,6 +95,7 @@ def open_machine(
     link: Link | None = None,
     wrap_store: Callable[[Store], Store] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
 ) -> Machine:
     """Lock the directories and open everything in them.
 
@@ -132,18 +144,39 @@ def open_machine(
         for path in fresh:
             shutil.rmtree(path, ignore_errors=True)
         raise
-    return Machine(
+    patience, watch = Patience(disk_full_timeout_s), Watch()
+    store = SteadyStore(store, patience, watch)
+    machine = Machine(
         [str(path) for path in paths],
         in_memory,
         store,
-        CommitLog(paths),
+        SteadyLog(paths, patience, watch),
         IOQueue(store),
         Arena(),
-        link or HostLink(),
+        WatchedLink(link, watch) if link is not None else HostLink(),
         clock,
         locks,
+        patience,
+        watch,
         record,
     )
+    watch.queued = lambda: machine.io.num_queued
+    watch.start()
+    return machine
+
+
+def fresh_directory(root: str | os.PathLike[str]) -> str:
+    """Make `<root>/megatrain/run_<n>` with the first free n, and return it."""
+    parent = Path(root) / "megatrain"
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            (parent / f"run_{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return str(parent / f"run_{number}")
 
 
 def _path(directory: str) -> Path:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.optim.codec import COMPRESSIONS
+from mt_lightning.tiers.patience import DISK_FULL_TIMEOUT_S
 
 OnExisting = Literal["error", "resume", "overwrite"]
 Durability = Literal["auto", "step", "checkpoint"]
@@ -53,6 +54,9 @@ class Options:
     units: str | Sequence[str] | None = None
     """Class names that form a unit; None: found by rule."""
 
+    disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S
+    """How long a run waits for space when its disk is full, in seconds; 0 fails at once."""
+
     def __post_init__(self) -> None:
         """Check every field."""
         _choice("on_existing", self.on_existing, ("error", "resume", "overwrite"))
@@ -65,6 +69,11 @@ class Options:
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if value is not None and not (number and 0 < value < float("inf")):
                 raise ConfigError(f"{name}={value!r}: give a positive number of GiB, or None.")
+        wait: Any = self.disk_full_timeout_s
+        if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not wait >= 0:
+            raise ConfigError(
+                f"disk_full_timeout_s={wait!r}: give seconds, 0 to fail at once, or infinity."
+            )
         _choice("optimizer_compression", self.optimizer_compression, COMPRESSIONS)
         _later("layer_major", self.layer_major, ("auto", False))
         _later("recompute", self.recompute, ("auto", True))

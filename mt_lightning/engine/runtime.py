@@ -75,7 +75,7 @@ def start(
 ) -> Runtime:
     """Reserve what is needed for the whole run and put the parts together."""
     budget = Budget(plan.ram_limit_bytes)
-    worker = UpdateWorker()
+    worker = UpdateWorker(machine.watch)
     pool = WeightPool(machine.arena, budget, machine.store, machine.io, stats, machine.clock)
     binder = Binder(root, build, machine.link)
     resident = set(build.resident)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mt_lightning.tiers.watch import Watch
+
 MAX_PENDING = 2
 """More pending updates than this would only pile up gradients behind the disk."""
 
@@ -28,7 +30,8 @@ class UpdateWorker:
     decides then never depends on the speed of the worker. After a job has failed no later one runs.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatrain-update")
         self._pending: deque[_Job] = deque()
         self._error: BaseException | None = None
@@ -41,17 +44,19 @@ class UpdateWorker:
             page is not None and sum(job.page is not None for job in self._pending) >= MAX_PENDING
         ):
             self.retire_oldest()
-        job = self._pool.submit(self._run, run, torch.get_num_threads())
+        what = "a commit" if page is None else f"the update of page {page}"
+        job = self._pool.submit(self._run, what, run, torch.get_num_threads())
         self._pending.append(_Job(job, page, on_retire))
 
-    def _run(self, run: Callable[[], None], num_threads: int) -> None:
+    def _run(self, what: str, run: Callable[[], None], num_threads: int) -> None:
         # Matrix products give other bits on another number of threads.
         if torch.get_num_threads() != num_threads:
             torch.set_num_threads(num_threads)
         if self._error is not None:
             raise self._error
         try:
-            run()
+            with self._watch.over(what):
+                run()
         except BaseException as error:
             # The frames of the traceback would keep views of pages alive.
             if error.__traceback__ is not None:

@@ -19,7 +19,9 @@ import xxhash
 
 from mt_lightning.errors import CorruptPageError, StorageError
 from mt_lightning.pages.sizes import align_up
+from mt_lightning.tiers.advice import advice
 from mt_lightning.tiers.filesystem import preallocate, sync_directory
+from mt_lightning.tiers.pagefile import storage_error, write_all
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,12 @@ class CommitRecord:
     """Small state: buffers, RNG, metrics. On the host."""
     meta: dict[str, Any] = field(default_factory=dict)
     """Whatever else, as JSON."""
+
+    @property
+    def nbytes(self) -> int:
+        """About how many bytes the record takes; only the JSON is guessed."""
+        sums = sum(8 * len(value) for value in self.sums.values())
+        return sums + sum(tensor.nbytes for tensor in self.tensors.values()) + 64 * len(self.slots)
 
     def to_bytes(self) -> bytes:
         """Encode the record. No pickle.
@@ -128,12 +136,21 @@ class CommitLog:
 
     A record is written over the older of the two, in place: no allocation, one pwrite, one
     fdatasync. If that is torn, the other file still holds the record before it.
+
+    [Note: A record that failed]
+    When a write or its sync fails, nobody knows what a power cut would leave: the new record, parts
+    of it, or the one before the last. As long as nothing else is written all of them are right. But
+    the run goes back to the commit before, and whoever trains on writes over the slots that the
+    failed record names. So it is struck out, at once or before the log is used again.
     """
 
     def __init__(self, directories: Sequence[str | os.PathLike[str]]) -> None:
         """Use the first of the directories; nothing is written yet."""
         self._directory = Path(directories[0])
         self._next_file: int | None = None
+        self._reserved_bytes = [0, 0]
+        """How long each file is for sure, name included, since this process made it so."""
+        self._failed: Path | None = None
 
     def write(self, record: CommitRecord) -> None:
         """Make a record durable.
@@ -144,28 +161,25 @@ class CommitLog:
         if self._next_file is None:
             self.latest()
         assert self._next_file is not None
-        path = self._path(self._next_file)
+        index = self._next_file
+        path = self._path(index)
         data = record.to_bytes()
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                held_bytes = os.fstat(fd).st_size
-                if held_bytes < len(data):
-                    preallocate(fd, align_up(len(data) + _RESERVE_BYTES))
-                    os.fsync(fd)
-                if not held_bytes:
-                    sync_directory(self._directory)
-                done = 0
-                while done < len(data):
-                    done += os.pwrite(fd, memoryview(data)[done:], done)
+                if min(self._reserved_bytes[index], os.fstat(fd).st_size) < len(data):
+                    self._reserve(fd, index, len(data))
+                self._failed = path
+                write_all(fd, data)
                 os.fdatasync(fd)
+                self._failed = None
             finally:
                 os.close(fd)
         except OSError as error:
             raise StorageError(
                 error.errno,
-                f"cannot write a commit record of {len(data)} bytes: {error.strerror}; the run "
-                "stays at the commit before; make room in the first offload_dir",
+                f"cannot write a commit record of {len(data)} bytes: {error.strerror}"
+                f"{advice(error.errno)}; the run stays at the commit before",
                 str(path),
             ) from error
         self._next_file = 1 - self._next_file
@@ -177,11 +191,43 @@ class CommitLog:
             StorageError: a file cannot be read.
             CorruptPageError: a whole record is of another format version.
         """
+        self.strike_out()
         records = [self._load(self._path(index)) for index in (0, 1)]
         sequences = [-1 if record is None else record.sequence for record in records]
         newest = 1 if sequences[1] >= sequences[0] else 0
         self._next_file = 1 - newest
         return records[newest]
+
+    def strike_out(self) -> None:
+        """Make sure that a record whose write failed is none; see the note.
+
+        Raises:
+            StorageError: it cannot be written to; nothing may be written over what it names.
+        """
+        if self._failed is None:
+            return
+        try:
+            fd = os.open(self._failed, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                write_all(fd, bytes(_PREFIX.size))
+                os.fdatasync(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            what = "cannot strike out a commit record whose write failed"
+            raise storage_error(error, what, str(self._failed)) from error
+        self._failed = None
+
+    def _reserve(self, fd: int, index: int, nbytes: int) -> None:
+        """Make a file long enough, and it and its name durable."""
+        held_bytes = os.fstat(fd).st_size
+        if held_bytes < nbytes:
+            held_bytes = align_up(nbytes + _RESERVE_BYTES)
+            preallocate(fd, held_bytes)
+        # Also where it was long enough: whoever made it may have been killed before this.
+        os.fsync(fd)
+        sync_directory(self._directory)
+        self._reserved_bytes[index] = held_bytes
 
     def _path(self, index: int) -> Path:
         return self._directory / f"commit.{index}"
@@ -193,9 +239,7 @@ class CommitLog:
         except FileNotFoundError:
             return None
         except OSError as error:
-            raise StorageError(
-                error.errno, f"cannot read a commit record: {error.strerror}", str(path)
-            ) from error
+            raise storage_error(error, "cannot read a commit record", str(path)) from error
         if not any(data[: _PREFIX.size]):
             return None  # preallocated, never written
         if not is_sealed(data):

@@ -6,11 +6,10 @@ import errno
 import os
 import threading
 import time
-from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, TypeVar
 
 from mt_lightning.errors import CorruptPageError, StorageError
 from mt_lightning.pages.sizes import ALIGN_BYTES
@@ -18,6 +17,9 @@ from mt_lightning.tiers.address import map_anonymous
 from mt_lightning.tiers.commit import CommitRecord
 from mt_lightning.tiers.mapping import PrivateMapping
 from mt_lightning.tiers.store import Store, check_name, check_piece, check_size
+from mt_lightning.tiers.wrapped import WrappedStore
+
+T = TypeVar("T")
 
 
 class MemoryStore(Store):
@@ -131,77 +133,7 @@ class MemoryStore(Store):
             raise StorageError(errno.ENOENT, "no such payload", name) from None
 
 
-class _WrappedStore(Store):
-    """A store that asks `_before` about every operation and passes it on."""
-
-    def __init__(self, inner: Store) -> None:
-        self.inner = inner
-
-    @abstractmethod
-    def _before(self, op: str, name: str, nbytes: int) -> None:
-        """Delay or refuse an operation."""
-
-    @property
-    def bytes_read(self) -> int:
-        return self.inner.bytes_read
-
-    @property
-    def bytes_written(self) -> int:
-        return self.inner.bytes_written
-
-    def create(self, name: str, nbytes: int) -> None:
-        self._before("create", name, 0)
-        self.inner.create(name, nbytes)
-
-    def exists(self, name: str) -> bool:
-        return self.inner.exists(name)
-
-    def names(self) -> list[str]:
-        return self.inner.names()
-
-    def size(self, name: str) -> int:
-        return self.inner.size(name)
-
-    def read(self, name: str, offset: int, buffer: memoryview) -> None:
-        self._before("read", name, buffer.nbytes)
-        self.inner.read(name, offset, buffer)
-
-    def write(self, name: str, offset: int, buffer: memoryview) -> None:
-        self._before("write", name, buffer.nbytes)
-        self.inner.write(name, offset, buffer)
-
-    def sync(self, name: str) -> None:
-        self._before("sync", name, 0)
-        self.inner.sync(name)
-
-    def replace(self, name: str, *, keep: bool = False) -> None:
-        self._before("replace", name, 0)
-        self.inner.replace(name, keep=keep)
-
-    def delete(self, name: str) -> None:
-        self._before("delete", name, 0)
-        self.inner.delete(name)
-
-    def map_private(self, name: str, offset: int, nbytes: int) -> PrivateMapping:
-        self._before("map_private", name, 0)
-        return self.inner.map_private(name, offset, nbytes)
-
-    def is_mapped(self, name: str) -> bool:
-        return self.inner.is_mapped(name)
-
-    def read_small(self, name: str) -> bytes | None:
-        self._before("read_small", name, 0)
-        return self.inner.read_small(name)
-
-    def write_small(self, name: str, data: bytes) -> None:
-        self._before("write_small", name, 0)
-        self.inner.write_small(name, data)
-
-    def close(self) -> None:
-        self.inner.close()
-
-
-class ThrottledStore(_WrappedStore):
+class ThrottledStore(WrappedStore):
     """A store behind a drive of a given speed, which all threads share."""
 
     def __init__(
@@ -224,10 +156,11 @@ class ThrottledStore(_WrappedStore):
         self._locks = {"read": threading.Lock(), "write": threading.Lock()}
         self._sleep = sleep
 
-    def _before(self, op: str, name: str, nbytes: int) -> None:
+    def _run(self, op: str, name: str, nbytes: int, call: Callable[[], T], offset: int = 0) -> T:
         if op in self._speeds:
             with self._locks[op]:
                 self._sleep(nbytes / self._speeds[op])
+        return call()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,17 +169,22 @@ class Fault:
 
     op: str
     """Name of the `Store` method: "create", "read", "write", "sync", "replace", ..."""
-    kind: Literal["eio", "short", "flip", "enospc", "slow"]
+    kind: Literal["eio", "short", "flip", "enospc", "slow", "error"]
     """"eio"/"enospc": raise, nothing done. "short": half of a read or write done, then raise.
-    "flip": a read or write succeeds with one bit wrong. "slow": `delay_s` late."""
+    "flip": a read or write succeeds with one bit wrong. "slow": `delay_s` late. "error": raise
+    `number`."""
     name_pattern: str = "*"
     """Which names, as a shell pattern."""
     nth: int = 1
     """Which matching call (counted from 1, over all threads); 0 means every one."""
+    times: int = 1
+    """How many calls in a row, from that one on."""
+    number: int = errno.EIO
+    """The errno of kind "error"."""
     delay_s: float = 0.05
 
 
-class FaultyStore(_WrappedStore):
+class FaultyStore(WrappedStore):
     """A store on which chosen operations fail."""
 
     def __init__(self, inner: Store, faults: Sequence[Fault]) -> None:
@@ -281,8 +219,9 @@ class FaultyStore(_WrappedStore):
             buffer = copy
         self.inner.write(name, offset, buffer)
 
-    def _before(self, op: str, name: str, nbytes: int) -> None:
+    def _run(self, op: str, name: str, nbytes: int, call: Callable[[], T], offset: int = 0) -> T:
         self._meet(op, name)
+        return call()
 
     def _meet(self, op: str, name: str) -> set[str]:
         """Count the call; raise or sleep if that is due; return the kinds left to the caller."""
@@ -291,13 +230,13 @@ class FaultyStore(_WrappedStore):
             for index, fault in enumerate(self._faults):
                 if fault.op == op and fnmatchcase(name, fault.name_pattern):
                     self._num_calls[index] += 1
-                    if fault.nth in (0, self._num_calls[index]):
+                    if not fault.nth or 0 <= self._num_calls[index] - fault.nth < fault.times:
                         due.append(fault)
         for fault in due:
             if fault.kind == "slow":
                 time.sleep(fault.delay_s)
-            elif fault.kind in ("eio", "enospc"):
-                code = errno.EIO if fault.kind == "eio" else errno.ENOSPC
+            elif fault.kind in ("eio", "enospc", "error"):
+                code = {"eio": errno.EIO, "enospc": errno.ENOSPC}.get(fault.kind, fault.number)
                 raise StorageError(code, f"{op} failed: {os.strerror(code)} (injected)", name)
         return {fault.kind for fault in due}
 

@@ -99,3 +99,20 @@ def sync_directory(path: str | os.PathLike[str]) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def sync_path(path: str | os.PathLike[str]) -> None:
+    """Make a directory durable with its parents, as far up as this drive and this user's rights go.
+
+    Raises:
+        OSError: the directory itself cannot be synced.
+    """
+    sync_directory(path)
+    drive = os.stat(path).st_dev
+    for parent in Path(path).absolute().parents:
+        try:
+            if os.stat(parent).st_dev != drive:
+                return
+            sync_directory(parent)
+        except PermissionError:
+            return  # made by somebody else, before us

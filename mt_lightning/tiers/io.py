@@ -54,6 +54,7 @@ class Ticket:
 
     Attributes:
         sums: of a write, once it is done: the xxh3_64 of each block of each piece, in order.
+        num_unstarted: operations that no thread has taken yet.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class Ticket:
         self.sums = sums
         self.error_was_read = False
         self._operations: Iterator[Operation] | None = operations
-        self._num_unstarted = num_operations
+        self.num_unstarted = num_operations
         self._num_unfinished = num_operations
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -100,10 +101,10 @@ class Ticket:
         """Cut off the next operation; also tell whether it is the last. Called under the lock."""
         assert self._operations is not None
         operation = next(self._operations)
-        self._num_unstarted -= 1
-        if not self._num_unstarted:
+        self.num_unstarted -= 1
+        if not self.num_unstarted:
             self._operations = None  # it refers to the caller's buffers
-        return operation, not self._num_unstarted
+        return operation, not self.num_unstarted
 
     def _end(self, error: BaseException | None) -> bool:
         """Count one operation as ended; return True for the first error."""
@@ -187,6 +188,12 @@ class IOQueue:
         """Ask to make payloads durable: all their writes whose tickets are done."""
         todo = list(names)
         return self._submit(len(todo), (partial(self._store.sync, name) for name in todo))
+
+    @property
+    def num_queued(self) -> int:
+        """How many operations wait for a thread."""
+        with self._condition:
+            return sum(ticket.num_unstarted for ticket in self._waiting)
 
     def check(self) -> None:
         """Raise the first error that nobody has read from its ticket."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import logging
@@ -12,8 +13,9 @@ from pathlib import Path
 from mt_lightning.errors import CorruptPageError, StorageError
 from mt_lightning.pages.sizes import ALIGN_BYTES
 from mt_lightning.tiers.address import map_anonymous
+from mt_lightning.tiers.advice import advice
 from mt_lightning.tiers.descriptors import OpenFile
-from mt_lightning.tiers.filesystem import O_DIRECT, free_bytes, preallocate
+from mt_lightning.tiers.filesystem import O_DIRECT, free_bytes, preallocate, sync_directory
 from mt_lightning.tiers.header import HEADER_BYTES, check_header, encode_header
 
 logger = logging.getLogger(__name__)
@@ -21,10 +23,61 @@ logger = logging.getLogger(__name__)
 NEW_SUFFIX = ".new"
 """Ends the passing name of a file that is not whole yet."""
 
+_COPY_BYTES = 4 << 20
+
 
 def storage_error(error: OSError, what: str, path: str) -> StorageError:
-    """Return the kit's error for an error of the system."""
-    return StorageError(error.errno, f"{what}: {error.strerror}", path)
+    """Return the kit's error for an error of the system, with what to do about it."""
+    return StorageError(error.errno, f"{what}: {error.strerror}{advice(error.errno)}", path)
+
+
+def write_all(fd: int, data: bytes | memoryview, offset: int = 0) -> None:
+    """Write bytes, however many calls that takes.
+
+    Raises:
+        OSError: a write failed, or wrote nothing.
+    """
+    rest = memoryview(data)
+    while rest.nbytes:
+        moved = os.pwrite(fd, rest, offset)
+        if not moved:
+            raise OSError(errno.EIO, "nothing was written")
+        rest, offset = rest[moved:], offset + moved
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file: durable on return, and old or new as a whole after a crash.
+
+    Raises:
+        OSError: it failed; the old file is still there.
+    """
+    fresh = path.with_name(path.name + NEW_SUFFIX)
+    try:
+        fd = os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(fd, data)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.replace(fresh, path)
+    except OSError:
+        _forget(fresh)
+        raise
+    sync_directory(path.parent)
+
+
+def _free(directory: Path) -> str:
+    """Say what is free, where the drive still tells."""
+    try:
+        return f" ({free_bytes(directory)} free)"
+    except OSError:
+        return ""
+
+
+def _forget(fresh: Path) -> None:
+    """Remove a file that did not become whole, if its drive still lets us."""
+    with contextlib.suppress(OSError):
+        os.unlink(fresh)
 
 
 class PageFiles:
@@ -38,8 +91,13 @@ class PageFiles:
         self.direct = bool(O_DIRECT)
         self._header_of = header_of
 
-    def make(self, path: Path, nbytes: int) -> None:
+    def make(self, path: Path, nbytes: int, *, keep: bool = False) -> None:
         """Make a file under a passing name and rename it when it is whole.
+
+        Args:
+            path: Its name; a file that has it is replaced.
+            nbytes: Its payload.
+            keep: Whether the payload begins as a copy of that of the file which is replaced.
 
         Raises:
             StorageError: no space left, or the file system failed; nothing is left behind.
@@ -50,19 +108,16 @@ class PageFiles:
             try:
                 preallocate(fd, HEADER_BYTES + nbytes)
                 header = encode_header(path.name, nbytes, self._header_of(path.name))
-                if os.pwrite(fd, header, 0) != HEADER_BYTES:
-                    raise OSError(errno.EIO, "short write of the header")
+                write_all(fd, header)
+                if keep:
+                    _copy_payload(path, fd)
             finally:
                 os.close(fd)
             os.replace(fresh, path)
         except OSError as error:
-            fresh.unlink(missing_ok=True)
-            raise storage_error(
-                error,
-                f"cannot reserve {nbytes} bytes ({free_bytes(path.parent)} free; make room, add a "
-                "directory to offload_dir, or lower max_disk_gb)",
-                str(path),
-            ) from error
+            _forget(fresh)
+            what = f"cannot reserve {nbytes} bytes{_free(path.parent)}"
+            raise storage_error(error, what, str(path)) from error
 
     def open(self, path: Path) -> OpenFile:
         """Open a file and check that it is what its name says.
@@ -100,13 +155,38 @@ class PageFiles:
         self._transfer(file, os.pwritev, "write", offset, data)
 
     def sync(self, file: OpenFile) -> None:
-        """Make the file's bytes durable, or StorageError."""
+        """Make the file's bytes durable, or StorageError.
+
+        Raises:
+            StorageError: the sync failed, or the file is no longer what its path names: a commit
+                must not count on it.
+        """
         try:
             os.fdatasync(file.fd)
             if not self.direct:  # only now are the written pages clean, so that they can go
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            here, there = os.fstat(file.fd), os.stat(file.path)
         except OSError as error:
             raise storage_error(error, "sync failed", file.path) from error
+        if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
+            raise StorageError(
+                errno.ENOENT,
+                "another file took the place of this page file while it was in use; "
+                "let nothing else write to offload_dir",
+                file.path,
+            )
+        self._check_length(file)
+
+    def _check_length(self, file: OpenFile, said: str = "") -> None:
+        found_bytes = os.fstat(file.fd).st_size - HEADER_BYTES
+        if found_bytes != file.payload_bytes:
+            raise CorruptPageError(
+                None,
+                f"{said}payload bytes differ (expected {file.payload_bytes}, found {found_bytes}): "
+                "the file was cut or lengthened while it was in use; let nothing else write to "
+                "offload_dir",
+                file.path,
+            )
 
     def _check(self, file: OpenFile, name: str, file_bytes: int) -> None:
         if file_bytes < HEADER_BYTES:
@@ -135,6 +215,8 @@ class PageFiles:
         """Call `preadv` or `pwritev` until all is moved. Python itself repeats a call on EINTR."""
         start = HEADER_BYTES + offset
         done = 0
+        if verb == "write":
+            self._check_length(file)  # a write would fill the gap, and nothing would show it
         while done < data.nbytes:
             try:
                 moved = call(file.fd, [data[done:]], start + done)
@@ -146,11 +228,9 @@ class PageFiles:
             if done + moved < data.nbytes:
                 moved -= moved % ALIGN_BYTES  # direct I/O goes on from an aligned place only
             if moved == 0:
-                raise StorageError(
-                    errno.EIO,
-                    f"short {verb} at offset {offset}: wanted {data.nbytes} bytes, got {done}",
-                    file.path,
-                )
+                short = f"short {verb} at offset {offset}: wanted {data.nbytes} bytes, got {done}"
+                self._check_length(file, f"{short}; ")
+                raise StorageError(errno.EIO, short, file.path)
             done += moved
         if not self.direct:
             os.posix_fadvise(file.fd, start, data.nbytes, os.POSIX_FADV_DONTNEED)
@@ -172,3 +252,14 @@ class PageFiles:
                 "cache, which is slower. Give an offload_dir on a local drive to avoid this.",
                 path,
             )
+
+
+def _copy_payload(path: Path, fd: int) -> None:
+    old = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        offset = HEADER_BYTES
+        while data := os.pread(old, _COPY_BYTES, offset):
+            write_all(fd, data, offset)
+            offset += len(data)
+    finally:
+        os.close(old)

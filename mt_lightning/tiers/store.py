@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import re
-import shutil
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +14,13 @@ from mt_lightning.errors import ConfigError, CorruptPageError, StorageError
 from mt_lightning.pages.sizes import ALIGN_BYTES
 from mt_lightning.tiers.address import address_of
 from mt_lightning.tiers.descriptors import DescriptorCache, OpenFile
-from mt_lightning.tiers.filesystem import free_bytes, sync_directory
+from mt_lightning.tiers.filesystem import free_bytes, sync_directory, sync_path
 from mt_lightning.tiers.header import HEADER_BYTES
 from mt_lightning.tiers.mapping import LiveViews, PrivateMapping
-from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error
+from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error, write_whole
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _MAX_OPEN_FILES = 128
-_COPY_BYTES = 4 << 20
 
 
 def check_name(name: str) -> None:
@@ -158,6 +156,10 @@ class Store(ABC):
     def write_small(self, name: str, data: bytes) -> None:
         """Write a small record: durable on return, and old or new as a whole after a crash."""
 
+    def trim(self) -> int:
+        """Close files that are not in use, because descriptors are short; return how many."""
+        return 0
+
     @abstractmethod
     def close(self) -> None:
         """Let go of what the store holds open. Payloads stay."""
@@ -229,8 +231,12 @@ class FileStore(Store):
                         str(self.path_of(name)),
                     )
                 return
-            directory = self._choose(nbytes)
-            self._make(directory, name, nbytes)
+            try:
+                directory = self._choose(nbytes)
+            except OSError as error:
+                raise storage_error(error, "cannot use offload_dir", name) from error
+            self._page_files.make(directory / "pages" / name, nbytes)
+            self._unsynced_names.add(name)
             self._places[name] = directory
             self._assigned_bytes[directory] += HEADER_BYTES + nbytes
 
@@ -288,11 +294,9 @@ class FileStore(Store):
     def replace(self, name: str, *, keep: bool = False) -> None:
         """See `Store.replace`."""
         path = self.path_of(name)
-        with self._lock, path.open("rb") as old:
-            self._make(path.parents[1], name, self.size(name))
-            if keep:
-                with path.open("r+b") as new:
-                    shutil.copyfileobj(old, new, _COPY_BYTES)
+        with self._lock:
+            self._page_files.make(path, self.size(name), keep=keep)
+            self._unsynced_names.add(name)
             self._files.drop(name)
             self._views.pop(name, None)
 
@@ -343,16 +347,14 @@ class FileStore(Store):
         """See `Store.write_small`."""
         check_name(name)
         path = self.directories[0] / name
-        fresh = path.with_name(name + NEW_SUFFIX)
         try:
-            with open(fresh, "wb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(fresh, path)
-            sync_directory(path.parent)
+            write_whole(path, data)
         except OSError as error:
             raise storage_error(error, f"cannot write {len(data)} bytes", str(path)) from error
+
+    def trim(self) -> int:
+        """See `Store.trim`."""
+        return self._files.trim()
 
     def close(self) -> None:
         """See `Store.close`."""
@@ -363,6 +365,8 @@ class FileStore(Store):
         pages = directory / "pages"
         try:
             pages.mkdir(parents=True, exist_ok=True)
+            # Whoever made them, or files in them, may have been killed before they were durable.
+            sync_path(pages)
             entries = [entry for entry in os.scandir(pages) if not entry.name.endswith(NEW_SUFFIX)]
             sizes = {entry.name: entry.stat().st_size for entry in entries}
         except OSError as error:
@@ -384,10 +388,6 @@ class FileStore(Store):
             return nbytes + HEADER_BYTES > free, (assigned + nbytes) / (assigned + free + 1)
 
         return min(self.directories, key=fullness)
-
-    def _make(self, directory: Path, name: str, nbytes: int) -> None:
-        self._page_files.make(directory / "pages" / name, nbytes)
-        self._unsynced_names.add(name)
 
     def _open(self, name: str) -> OpenFile:
         return self._page_files.open(self.path_of(name))

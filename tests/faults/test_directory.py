@@ -126,7 +126,7 @@ def test_drive_that_fills_while_files_are_made(
     drive = small_drive(mount, tmp_path)
     (drive / "other").write_bytes(bytes(5 << 19))
     pretend_space(monkeypatch, 1 << 40)
-    message = refused(drive / "pages", tmp_path, mt.StorageError)
+    message = refused(drive / "pages", tmp_path, mt.StorageError, disk_full_timeout_s=0)
     assert "cannot reserve" in message
     assert "add a directory to offload_dir" in message
 

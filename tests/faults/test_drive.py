@@ -26,6 +26,9 @@ from .nets import (
     smallest_gb,
 )
 
+LASTING = 1 << 30
+"""Calls in a row: longer than anybody tries again."""
+
 SETTINGS: dict[str, dict[str, Any]] = {"eager": {}, "deferred": {"gradient_clip_val": 0.1}}
 
 
@@ -58,6 +61,7 @@ def make_strategy(root: Path, module: _Counted, fault: Fault, setting: str) -> m
     return mt.MegaTrainStrategy(
         root / "pages",
         max_ram_gb=smallest_gb(Net(), root, **SETTINGS[setting]),
+        disk_full_timeout_s=0,
         _wrap_store=lambda store: _Switched(store, [fault], lambda: module.reached),
     )
 
@@ -117,14 +121,14 @@ def test_bit_that_flips_once_is_read_again(
     ],
 )
 def test_input_output_error(tmp_path: Path, op: str, nth: int, setting: str) -> None:
-    fault = Fault(op=op, kind="eio", nth=nth)
+    fault = Fault(op=op, kind="eio", nth=nth, times=LASTING)
     message = train_on_faults(tmp_path, fault, mt.StorageError, setting)
     assert "Input/output error" in message
 
 
 @pytest.mark.parametrize("kind", ["short", "enospc"])
 def test_write_that_is_not_whole(tmp_path: Path, kind: Any) -> None:
-    fault = Fault(op="write", kind=kind, nth=2)
+    fault = Fault(op="write", kind=kind, nth=2, times=LASTING)
     train_on_faults(tmp_path, fault, mt.StorageError, "eager")
 
 
@@ -138,7 +142,8 @@ def test_written_bit_that_flips_is_found_when_it_is_read(tmp_path: Path, setting
 
 
 def faulty(op: str, nth: int, kind: Any = "eio") -> dict[str, Any]:
-    return {"_wrap_store": lambda store: FaultyStore(store, [Fault(op=op, kind=kind, nth=nth)])}
+    fault = Fault(op=op, kind=kind, nth=nth, times=LASTING)
+    return {"_wrap_store": lambda store: FaultyStore(store, [fault])}
 
 
 @pytest.mark.parametrize(
@@ -163,7 +168,7 @@ def test_failure_at_start_keeps_the_weights(tmp_path: Path, op: str, nth: int) -
 
 def test_failure_at_the_second_start_keeps_the_weights(tmp_path: Path) -> None:
     module, armed = Net(), []
-    faults = [Fault(op="write", kind="eio")]
+    faults = [Fault(op="write", kind="eio", times=LASTING)]
     strategy = mt.MegaTrainStrategy(
         tmp_path / "pages", _wrap_store=lambda store: _Switched(store, faults, lambda: bool(armed))
     )

@@ -61,11 +61,17 @@ def take_over(
         ) from error
     check_same(table.describe(), described)
     sizes = {}
+    named = {f"{plane}.{slot}" for plane, slot in record.slots.items()}
     for found in store.names():
         if found.split(".")[-2] == "grad" or found.split(".")[-1] not in ("0", "1"):
             store.delete(found)
-        else:
+            continue
+        try:
             sizes[found] = store.size(found)
+        except CorruptPageError:
+            if found in named:
+                raise
+            store.delete(found)  # made just before the power went; it is made anew
     restore(table, record, store)
     return sizes
 

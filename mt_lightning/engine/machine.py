@@ -77,7 +77,11 @@ class Machine:
     def close(self, *, remove: bool = False) -> None:
         """End threads, close files and give the directory back; with `remove`, delete it."""
         self.patience.end()
-        self.io.close()
+        try:
+            self.io.close()
+        except StorageError as error:
+            # No commit counts on what nobody waited for, and the rest must be let go of.
+            log.warning("an operation that nobody waited for had failed: %s", error)
         self.watch.close()
         self.store.close()
         self.link.close()

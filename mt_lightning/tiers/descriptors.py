@@ -16,6 +16,8 @@ class OpenFile:
     fd: int
     path: str
     payload_bytes: int
+    refusal: OSError | None = None
+    """Why it is open for reading only; None where it may be written."""
     num_leases: int = 0
     """Operations that use the descriptor now; it is not closed before they end."""
     dropped: bool = False

@@ -24,6 +24,7 @@ NEW_SUFFIX = ".new"
 """Ends the passing name of a file that is not whole yet."""
 
 _COPY_BYTES = 4 << 20
+_NO_WRITING = frozenset({errno.EROFS, errno.EACCES, errno.EPERM})
 
 
 def storage_error(error: OSError, what: str, path: str) -> StorageError:
@@ -126,25 +127,35 @@ class PageFiles:
             StorageError: it cannot be opened.
             CorruptPageError: its header or length is wrong.
         """
-        flags = os.O_RDWR | os.O_CLOEXEC
+        refusal: OSError | None = None
         try:
             try:
-                fd = os.open(path, flags | (O_DIRECT if self.direct else 0))
+                fd = self._open(path, os.O_RDWR)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self.direct:
+                if error.errno not in _NO_WRITING:
                     raise
-                self._announce_buffered(str(path))
-                fd = os.open(path, flags)
+                # What the last commit holds can still be read.
+                fd, refusal = self._open(path, os.O_RDONLY), error
         except OSError as error:
             raise storage_error(error, "cannot open", str(path)) from error
         try:
             file_bytes = os.fstat(fd).st_size
-            file = OpenFile(fd=fd, path=str(path), payload_bytes=file_bytes - HEADER_BYTES)
+            file = OpenFile(fd, str(path), file_bytes - HEADER_BYTES, refusal)
             self._check(file, path.name, file_bytes)
         except BaseException:
             os.close(fd)
             raise
         return file
+
+    def _open(self, path: Path, flags: int) -> int:
+        flags |= os.O_CLOEXEC
+        try:
+            return os.open(path, flags | (O_DIRECT if self.direct else 0))
+        except OSError as error:
+            if error.errno != errno.EINVAL or not self.direct:
+                raise
+            self._announce_buffered(str(path))
+            return os.open(path, flags)
 
     def read(self, file: OpenFile, offset: int, data: memoryview) -> None:
         """Fill `data` from the payload, whole or StorageError."""

@@ -276,6 +276,9 @@ class FileStore(Store):
         """See `Store.write`."""
         with self._files.lease(name) as file:
             data = check_piece(name, file.payload_bytes, offset, buffer)
+            if file.refusal is not None:
+                self._files.drop(name)  # next time it may be allowed
+                raise storage_error(file.refusal, f"cannot write at offset {offset}", file.path)
             self._page_files.write(file, offset, data)
         with self._lock:
             self._bytes_written += data.nbytes

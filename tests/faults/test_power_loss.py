@@ -37,8 +37,11 @@ NUM_STEPS = 6
 class _HoldsWeights(Callback):
     """Keeps views of page files, so that files are replaced and not written over."""
 
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+
     def on_train_batch_end(self, trainer: Any, module: nn.Module, *_: Any) -> None:
-        self.held = module.state_dict()
+        self.held.append(module.state_dict())
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
         layer_major: Order of accumulation; "auto" means False in this version.
         recompute: Recompute activations in backward; "auto" means True in this version.
-        durability: When a step is made durable; "auto" means "step" in this version.
+        durability: Commit each "step", or at each "checkpoint" and every 5 minutes; or "auto".
         nonfinite: What a NaN or infinite gradient does: "propagate" (as plain Lightning),
             "skip", "raise".
         units: Class names of modules that run as one piece; None: found by rule.
@@ -195,7 +195,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         model = self.lightning_module
         assert model is not None
         self.accelerator.setup(trainer)
-        refuse(trainer, self.checkpoint_io)
+        refuse(trainer, self.checkpoint_io, self._engine)
         if self.options.max_vram_gb is not None:
             log.info("max_vram_gb is ignored: the model runs on the CPU.")
         fitting = trainer.state.fn == TrainerFn.FITTING
@@ -207,12 +207,12 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             if fitting:
                 self.setup_optimizers(trainer)
             reason = eager_reason(model, trainer, self.options.nonfinite, len(self.optimizers))
-            self._eager = fitting and reason is None
             engine.attach(
                 self.optimizers if fitting else [],
-                schedule="eager" if self._eager else "deferred",
+                schedule="eager" if reason is None else "deferred",
                 micro_batches=micro_batches(trainer) if fitting else 1,
             )
+            self._eager = engine.plan.schedule == "eager"  # type: ignore[union-attr]
         except BaseException:
             if engine.plan is None:
                 self._close()
@@ -229,7 +229,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 self.teardown()
                 self._close()
                 raise
-            log.info("updates are %s", "eager" if self._eager else f"deferred: {reason}")
+            why = reason or "not every step is committed"
+            log.info("updates are %s", "eager" if self._eager else f"deferred: {why}")
 
     def _open(self, model: pl.LightningModule, trainer: pl.Trainer) -> Engine:
         if self._engine is not None and self._engine.root is model:

@@ -14,6 +14,7 @@ from mt_lightning.engine.exchange import give_state, take_state
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.runtime import Runtime
+from mt_lightning.engine.undo import refuse_lost, undo_partial_step
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import StepError
 from mt_lightning.pager.stats import Stats
@@ -46,6 +47,8 @@ class Attached:
         self._in_backward = False
         self._lingering: list[Unit] = []
         self._whole: list[Page] = []
+        self.num_lost = 0
+        """Finished steps that a step which broke off took along."""
         run.pool.relieve = self._relieve
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -239,7 +242,8 @@ class Attached:
             optimizer: Its index.
             clip_value: Bound of value clipping, which needs no other gradient.
         """
-        self.run.steps.arm(optimizer, clip_value)
+        if self.run.plan.schedule == "eager":
+            self.run.steps.arm(optimizer, clip_value)
 
     def step(self, optimizer: int) -> bool:
         """Apply the gradients of one optimizer; False when the step was skipped."""
@@ -332,15 +336,10 @@ class Attached:
 
         Callbacks that save on an exception run before the strategy hears of it.
         """
-        run = self.run
-        if not run.steps.partial or torch._C._current_graph_task_id() != -1:
-            return
-        self._end_dead_backward()
-        run.steps.reset()
-        run.build.table.rollback()
-        for page in run.build.table:
-            if page.index not in run.build.resident and not run.binder.is_bound(page):
-                run.pool.drop(page)
+        if self.run.steps.partial and torch._C._current_graph_task_id() == -1:
+            self._end_dead_backward()
+            self.num_lost = undo_partial_step(self.run, self._machine.io)
+        refuse_lost(self.num_lost, self.run.steps.count)
 
     def hide_pages(self, pages: list[Page]) -> None:
         """Let them show placeholders again; views that were taken live on."""
@@ -350,7 +349,7 @@ class Attached:
 
     def begin_edit(self, pages: list[Page]) -> None:
         """Let parameters show writable frames, as `load_state_dict()` needs them."""
-        self.run.steps.drain()
+        self.run.steps.drain(write=False)
         for page in pages:
             self._editing[page.index] += 1
             if self._editing[page.index] == 1:

@@ -22,6 +22,7 @@ from mt_lightning.engine import birth, runtime
 from mt_lightning.engine.attached import Attached
 from mt_lightning.engine.build import Build, build_pages
 from mt_lightning.engine.commit import Committer
+from mt_lightning.engine.durability import wear_text
 from mt_lightning.engine.exchange import take_state
 from mt_lightning.engine.executor import Executor
 from mt_lightning.engine.facade import OptimizerFacade
@@ -41,9 +42,10 @@ from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.pieces import PIECES_KEY, keep_pieces
 from mt_lightning.engine.plain import PlainState
-from mt_lightning.engine.plan import Plan, make_plan
+from mt_lightning.engine.plan import Plan, choose_plan
 from mt_lightning.engine.restore import keep_layout, take_over
 from mt_lightning.engine.runtime import Runtime
+from mt_lightning.engine.undo import tell_lost
 from mt_lightning.engine.units import find_units
 from mt_lightning.engine.workspace import Workspace
 from mt_lightning.errors import ConfigError
@@ -95,6 +97,8 @@ class Engine:
         self._handles: list[RemovableHandle] = []
         self._unborn: dict[int, tuple[int, ...]] = {}
         self._last_norm: float | None = None
+        self.num_lost = 0
+        """Finished steps by which the loop that trained is ahead of the pages, after a failure."""
 
     @property
     def live(self) -> Attached:
@@ -212,13 +216,13 @@ class Engine:
                 self._slice_bytes,
                 codecs,
             )
-        plan = make_plan(
+        plan = choose_plan(
             build,
+            self.options.durability,
             ram_limit_bytes=ram_limit_bytes(self.options.max_ram_gb),
             directories=self.machine.directories,
             schedule=schedule,
-            holds_grads=schedule == "deferred" or micro_batches != 1,
-            micro_batches=micro_batches or 1,
+            micro_batches=micro_batches,
             trains=bool(optimizers),
             in_memory=self.machine.in_memory,
         )
@@ -292,6 +296,9 @@ class Engine:
             runtime.stop(run, self.machine)
             raise
         self.plan, self._build, self._parking, self._live = plan, build, parking, live
+        if optimizers:
+            self.num_lost = 0
+            log.info("%s", wear_text(plan.durability, plan.written_bytes, plan.commit_bytes))
         self._install(run)
 
     def _knows(self, build: Build) -> bool:
@@ -350,7 +357,7 @@ class Engine:
                 self._park(run)
 
     def _settle(self, live: Attached, failed: bool) -> None:
-        steps = live.run.steps
+        steps, self.num_lost = live.run.steps, live.num_lost
         if not steps.partial:
             try:
                 live.run.gradients.reset()
@@ -364,17 +371,11 @@ class Engine:
         self._rollback(live.run)
 
     def _rollback(self, run: Runtime) -> None:
-        assert self._committer is not None
-        reached = run.steps.count + run.steps.partial
+        finished, partial = run.steps.count, run.steps.partial
         run.steps.reset()
         run.build.table.rollback()
-        log.warning(
-            "step %d was not completed; the parameters are those of the last commit (step %d): "
-            "%d step(s) are lost.",
-            reached,
-            self._committer.step,
-            reached - self._committer.step,
-        )
+        self.num_lost += finished - run.steps.count
+        tell_lost(finished + partial, run.steps.count)
 
     def _park(self, run: Runtime) -> None:
         assert self._parking is not None

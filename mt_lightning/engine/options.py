@@ -46,7 +46,9 @@ class Options:
     """Recompute activations in backward; "auto" means True in this version."""
 
     durability: Durability = "auto"
-    """When a step is made durable; "auto" means "step" in this version."""
+    """When what was trained is made durable. "step": every step. "checkpoint": what fits in RAM
+    stays there, and is committed when a checkpoint is saved, every five minutes, and at the end.
+    "auto": "checkpoint" where weights, gradients and state all fit in max_ram_gb, else "step"."""
 
     nonfinite: Nonfinite = "propagate"
     """What a NaN or infinite gradient does."""
@@ -77,7 +79,6 @@ class Options:
         _choice("optimizer_compression", self.optimizer_compression, COMPRESSIONS)
         _later("layer_major", self.layer_major, ("auto", False))
         _later("recompute", self.recompute, ("auto", True))
-        _later("durability", self.durability, ("auto", "step"))
         if self.offload_dir is not None:
             _names(
                 "offload_dir", self.offload_dir, (str, os.PathLike), "a directory, a list of them"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.durability import wear_rows
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import BudgetError
 from mt_lightning.pages.sizes import BLOCK_BYTES, align_up
@@ -49,6 +51,10 @@ class Plan:
         spilled_bytes: Bytes of the gradients that go to disk.
         read_bytes: What a step over all units is expected to read.
         written_bytes: What it is expected to write.
+        durability: "step" or "checkpoint".
+        keeps_weights: Whether updates leave weights in RAM until they are committed.
+        commit_bytes: What a commit writes on top of what the steps have written.
+        in_ram: Whether weights, gradients and state all stay in RAM.
     """
 
     num_units: int
@@ -76,6 +82,10 @@ class Plan:
     spilled_bytes: int = 0
     read_bytes: int = 0
     written_bytes: int = 0
+    durability: str = "step"
+    keeps_weights: bool = False
+    commit_bytes: int = 0
+    in_ram: bool = False
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
@@ -97,6 +107,8 @@ class Plan:
         rows.append(("budget max_ram_gb", self.ram_limit_bytes, "RAM"))
         rows.append((f"  smallest that works ({self.largest_unit})", self.min_ram_bytes, "RAM"))
         rows.append(("files", self.disk_bytes, where))
+        if self.schedule != "none":
+            rows.extend(wear_rows(self.durability, self.written_bytes, self.commit_bytes))
         return rows
 
 
@@ -110,6 +122,7 @@ def make_plan(
     trains: bool,
     in_memory: bool,
     micro_batches: int = 1,
+    durability: str = "step",
 ) -> Plan:
     """Decide what stays in RAM.
 
@@ -122,6 +135,7 @@ def make_plan(
         trains: Whether there are optimizers.
         in_memory: Whether the files lie in memory and are charged to the budget.
         micro_batches: How many are accumulated, for the expected bytes of a step.
+        durability: "step", or "checkpoint": then what stays in RAM is written by commits alone.
 
     Raises:
         BudgetError: The budget is too small; `smallest_gb` on the error is one that works.
@@ -174,13 +188,19 @@ def make_plan(
                 room -= align_up(c.nbytes)
                 cached_bytes += c.nbytes
     spilled_bytes = sum(build.table[index].layout.nbytes for index in spilled)
+    lazy = durability == "checkpoint"
+    kept = {key for key in cached if lazy}
+    kept_bytes = sum(build.table[p].state_layout.chunks[c].nbytes for p, c in kept)
+    keeps_weights = lazy and room >= 0
+    updated_bytes = sum(page.layout.nbytes for page in updated)
+    num_chunks = sum(bool(c.nbytes) for page in updated for c in page.state_layout.chunks)
     state = sum(page.state_layout.plain_bytes for page in build.table)
     share = _CODED_SHARE if stream else 1.0
     # A pass finds what the turn before it left in RAM; the rest is read. At a turn, RAM also holds
     # what the unit there needs beside its weights.
     turns = [build.units[0], build.units[-1]] if build.units else []
-    kept = [spare + need - cached_bytes - _beside_weights(unit, build, trains) for unit in turns]
-    absent = sum(max(0, weights - max(0, bytes_kept)) for bytes_kept in kept)
+    left = [spare + need - cached_bytes - _beside_weights(unit, build, trains) for unit in turns]
+    absent = sum(max(0, weights - max(0, bytes_left)) for bytes_left in left)
     # An eager step takes the last micro-batch's gradients without a detour.
     num_spills = micro_batches - (schedule == "eager")
     return Plan(
@@ -210,9 +230,50 @@ def make_plan(
         read_bytes=absent * micro_batches
         + int(share * (sum(page.state_layout.plain_bytes for page in trained) - cached_bytes))
         + spilled_bytes * num_spills,
-        written_bytes=sum(page.layout.nbytes for page in updated)
-        + int(share * sum(page.state_layout.plain_bytes for page in updated))
+        written_bytes=updated_bytes * (not keeps_weights)
+        + int(share * (sum(page.state_layout.plain_bytes for page in updated) - kept_bytes))
         + spilled_bytes * num_spills,
+        durability=durability,
+        keeps_weights=keeps_weights,
+        commit_bytes=updated_bytes * keeps_weights + int(share * kept_bytes),
+        in_ram=room >= 0 and not spilled and len(cached) == num_chunks,
+    )
+
+
+def choose_plan(
+    build: Build, durability: str, *, schedule: str, micro_batches: int | None, **facts: Any
+) -> Plan:
+    """Decide when steps are committed, and with it what stays in RAM.
+
+    [Note: no eager updates without a commit at every step] A step that breaks off after eager
+    updates goes back to the last commit. Where that is far away, updates wait until the whole step
+    is known: then nothing but the step that broke off is undone.
+
+    Args:
+        build: The pages.
+        durability: What the user chose: "step", "checkpoint" or "auto".
+        schedule: What updates could be: "eager" or "deferred".
+        micro_batches: How many backward passes make a step, None where that is not known.
+        **facts: The rest of what `make_plan` asks for.
+
+    Raises:
+        BudgetError: The budget is too small.
+    """
+    count = micro_batches or 1
+    if durability != "step" and facts["trains"]:
+        plan = make_plan(
+            build,
+            schedule="deferred",
+            holds_grads=True,
+            micro_batches=count,
+            durability="checkpoint",
+            **facts,
+        )
+        if plan.in_ram or durability == "checkpoint":
+            return plan
+    holds_grads = schedule == "deferred" or micro_batches != 1
+    return make_plan(
+        build, schedule=schedule, holds_grads=holds_grads, micro_batches=count, **facts
     )
 
 

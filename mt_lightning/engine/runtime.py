@@ -20,6 +20,7 @@ from mt_lightning.engine.trained import trained_by
 from mt_lightning.engine.update import SelfCheck, Updater
 from mt_lightning.engine.usage import Usage
 from mt_lightning.engine.worker import UpdateWorker
+from mt_lightning.engine.write_back import WriteBack
 from mt_lightning.engine.writer import PageWriter
 from mt_lightning.pager.budget import Budget, Reservation
 from mt_lightning.pager.order import LearnedOrder
@@ -98,22 +99,28 @@ def start(
     range_bytes = min(slice_bytes, BLOCK_BYTES)
     check = SelfCheck()
     spiller = Spiller(machine.store, machine.io, stats, staging, range_bytes)
+    lazy = plan.durability == "checkpoint"
+    state = [StateStream(machine.io, ring, streams, cached, keeps=lazy) for _ in range(2)]
     updater, inline = (
         Updater(
             machine.store,
             machine.io,
             stats,
             machine.clock,
-            StateStream(machine.io, ring, streams, cached),
+            stream,
             spiller,
             check,
+            keeps_weights=plan.keeps_weights,
         )
-        for _ in range(2)
+        for stream in state
+    )
+    write_back = WriteBack(
+        build.table, pool, machine.store, machine.io, state, resident, active=lazy
     )
     trained = [trained_by(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
     steps = Steps(
         build, trained, gradients, pool, worker, updater, inline, spiller, committer, stats,
-        set(plan.spilled), nonfinite,
+        set(plan.spilled), nonfinite, write_back, machine.clock,
     )  # fmt: skip
     return Runtime(
         build=build,

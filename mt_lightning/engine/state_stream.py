@@ -8,14 +8,14 @@ one, from which it is written while the next chunk is updated.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from mt_lightning.engine.spill import Ring
 from mt_lightning.optim.codec import StateCodec
 from mt_lightning.pages.sizes import align_up
 from mt_lightning.pages.state import Chunk
-from mt_lightning.pages.table import Page
+from mt_lightning.pages.table import Page, PageTable, Plane
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import IOQueue, Ticket
 
@@ -60,20 +60,35 @@ class StateStream:
         ring: Plain frames for chunks that do not stay.
         streams: Frames for coded chunks.
         resident: Frames of the chunks that stay, by page and chunk.
+        keeps: Whether what stays is written by `write_back` only, not by every `store`.
     """
 
     def __init__(
-        self, io: IOQueue, ring: Ring, streams: Ring, resident: Mapping[tuple[int, int], Frame]
+        self,
+        io: IOQueue,
+        ring: Ring,
+        streams: Ring,
+        resident: Mapping[tuple[int, int], Frame],
+        *,
+        keeps: bool = False,
     ) -> None:
         self._io = io
         self._ring = ring
         self._streams = streams
         self._resident = resident
+        self._keeps = keeps
         self._valid: set[tuple[int, int]] = set()
+        self._dirty: dict[tuple[int, int], StateCodec] = {}
 
     def forget(self) -> None:
         """Distrust all state kept in RAM; it is read again."""
         self._valid.clear()
+        self._dirty.clear()
+
+    def writes(self, page: Page) -> bool:
+        """Return whether an update of `page` writes to its state plane at once."""
+        chunks = [chunk for chunk in page.state_layout.chunks if chunk.nbytes]
+        return not self._keeps or any((page.index, c.index) not in self._resident for c in chunks)
 
     def load(self, page: Page, chunk: Chunk, *, wait: bool) -> Loaded | None:
         """Begin to bring a chunk's state; None when that would have to wait for a frame."""
@@ -137,20 +152,72 @@ class StateStream:
         chunk, frame = loaded.chunk, loaded.frame
         if frame is None:
             return Stored(None, 0)
-        if page.state_layout.slots:
-            stream = self._streams.acquire()
-            assert stream is not None
-            length = codec.encode(frame.tensor[: chunk.nbytes], stream.tensor)
-            padded = align_up(length)
-            stream.tensor[length:padded].zero_()
-            offset, _ = page.state_layout.slots[chunk.index]
-            stored = Stored(self._io.write(name, [(offset, stream.memory[:padded])]), length)
-            self._streams.release(stream, stored.ticket)
+        if loaded.resident and self._keeps:
+            self._dirty[page.index, chunk.index] = codec
             self._keep(page, loaded, None)
-        else:
-            stored = Stored(self._io.write(name, chunk.split(frame.memory)), chunk.nbytes)
-            self._keep(page, loaded, stored.ticket)
+            return Stored(None, 0)
+        stored = self._write(page, name, chunk, frame, codec)
+        self._keep(page, loaded, None if page.state_layout.slots else stored.ticket)
         return stored
+
+    def _write(
+        self, page: Page, name: str, chunk: Chunk, frame: Frame, codec: StateCodec
+    ) -> Stored:
+        if not page.state_layout.slots:
+            return Stored(self._io.write(name, chunk.split(frame.memory)), chunk.nbytes)
+        stream = self._streams.acquire()
+        assert stream is not None
+        length = codec.encode(frame.tensor[: chunk.nbytes], stream.tensor)
+        padded = align_up(length)
+        stream.tensor[length:padded].zero_()
+        offset, _ = page.state_layout.slots[chunk.index]
+        stored = Stored(self._io.write(name, [(offset, stream.memory[:padded])]), length)
+        self._streams.release(stream, stored.ticket)
+        return stored
+
+    def write_back(self, table: PageTable, prepare: Callable[[Plane, int], str]) -> None:
+        """Write all state that `store` kept, and make it the current one of its pages.
+
+        Args:
+            table: The pages.
+            prepare: Makes a slot of a plane ready for writing and returns its file.
+        """
+        kept: dict[int, dict[int, StateCodec]] = {}
+        for (page, chunk), codec in self._dirty.items():
+            kept.setdefault(page, {})[chunk] = codec
+        under_way: list[tuple[Page, int, dict[int, Stored]]] = []
+        for index, codecs in kept.items():
+            page = table[index]
+            slot = page.state.next_slot
+            name = prepare(page.state, slot)
+            # Where some chunks are not kept, every update has written those to this very slot.
+            assert page.state.slot == slot or not self.writes(page)
+            under_way.append(
+                (
+                    page,
+                    slot,
+                    {
+                        i: self._write(
+                            page,
+                            name,
+                            page.state_layout.chunks[i],
+                            self._resident[index, i],
+                            codec,
+                        )
+                        for i, codec in codecs.items()
+                    },
+                )
+            )
+        for page, slot, written in under_way:
+            for stored in written.values():
+                assert stored.ticket is not None
+                stored.ticket.wait()
+            state, count = page.state, len(page.state_layout.chunks)
+            sums, lengths = state.sums or [[]] * count, state.lengths or [0] * count
+            sums = [written[i].sums if i in written else sums[i] for i in range(count)]
+            lengths = [written[i].length if i in written else lengths[i] for i in range(count)]
+            state.advance(slot, sums, lengths if page.state_layout.slots else [])
+        self._dirty.clear()
 
     def _keep(self, page: Page, loaded: Loaded, ticket: Ticket | None) -> None:
         assert loaded.frame is not None

@@ -1,11 +1,20 @@
-"""Which step is to be committed, and with which state of the loop that trains."""
+"""Which step is to be committed, and with which state of the loop that trains.
+
+[Note: when a commit is due]
+Every step, unless updates leave pages in RAM. Then: when everything was to be written anyway (a
+checkpoint is saved, the run ends), some minutes after the last commit, and behind the first step of
+a run whose weights came from elsewhere, which could not be started anew without them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from mt_lightning.engine.commit import Committer
+from mt_lightning.engine.durability import COMMIT_INTERVAL_S
 from mt_lightning.engine.worker import UpdateWorker
+from mt_lightning.engine.write_back import WriteBack
+from mt_lightning.pager.stats import Clock
 
 
 class StepCommits:
@@ -14,20 +23,33 @@ class StepCommits:
     Args:
         committer: Writes records.
         worker: Runs updates and commits in order.
-        take_touched: Returns, and forgets, the files written since the last commit.
+        take_touched: Writes what is left in RAM; returns, and forgets, the files written since the
+            last commit.
+        write_back: Holds what is left in RAM while a commit waits for its turn.
+        clock: Seconds.
     """
 
     def __init__(
-        self, committer: Committer, worker: UpdateWorker, take_touched: Callable[[], set[str]]
+        self,
+        committer: Committer,
+        worker: UpdateWorker,
+        take_touched: Callable[[], set[str]],
+        write_back: WriteBack,
+        clock: Clock,
     ) -> None:
         self._committer = committer
         self._worker = worker
         self._take_touched = take_touched
+        self._write_back = write_back
+        self._clock = clock
+        self._committed_s = clock()
         self.followed = False
         """Whether a loop says when a step has ended, and with which state it goes on from there."""
         self._run_state = committer.run_state
         self._run_state_step = -1
         self._due = False
+        self._asked = False
+        """Whether everything was written in the middle of a batch, for a checkpoint."""
         self._step = committer.step
 
     @property
@@ -43,18 +65,42 @@ class StepCommits:
         """Take the state of the loop, now that all of a step is done."""
         self._run_state, self._run_state_step, self._due = run_state, self._step, True
 
-    def submit(self) -> None:
+    def submit(self, *, force: bool = False) -> None:
         """Submit the commit of the last step, if it is due.
 
         In the middle of a batch it is not: nobody could go on from there.
+
+        Args:
+            force: Whether to commit now what would wait for a while.
         """
-        if not self._due or (self.followed and self._run_state_step != self._step):
+        if not self._due:
             return
-        self._due = False
+        if self.followed and self._run_state_step != self._step:
+            self._asked |= force
+            return
+        if not (force or self._is_time()):
+            return
+        self._due = self._asked = False
+        self._committed_s = self._clock()
         step, run_state = self._step, self._run_state
-        self._worker.submit(
-            lambda: self._committer.commit(step, self._take_touched, run_state), None, lambda: None
-        )
+        self._submit(lambda: self._committer.commit(step, self._take_touched, run_state))
+
+    def _is_time(self) -> bool:
+        if not self._write_back.active or self._asked:
+            return True
+        if self._committer.begun and not self._committer.step:
+            return True
+        return self._clock() - self._committed_s >= COMMIT_INTERVAL_S
+
+    def write(self, keep: Callable[[set[str]], None]) -> None:
+        """Submit the writing of what is left in RAM, behind the updates; nothing is committed."""
+        if self._write_back.active:
+            self._submit(lambda: keep(self._write_back.write()))
+
+    def _submit(self, run: Callable[[], None]) -> None:
+        if self._write_back.active:
+            self._worker.drain_commits()
+        self._worker.submit(run, None, self._write_back.hold())
 
     def now(self, files: set[str], *, begun: bool) -> None:
         """Commit what was written outside a step; nothing is pending."""
@@ -64,5 +110,5 @@ class StepCommits:
 
     def reset(self) -> None:
         """Forget what is not committed."""
-        self._due = False
+        self._due = self._asked = False
         self._step, self._run_state = self._committer.step, self._committer.run_state

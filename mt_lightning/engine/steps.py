@@ -11,7 +11,6 @@ plain training.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 import torch
 
@@ -22,25 +21,17 @@ from mt_lightning.engine.held import held_finite, held_norms
 from mt_lightning.engine.spill import Spiller
 from mt_lightning.engine.step_commits import StepCommits
 from mt_lightning.engine.trained import Trained
-from mt_lightning.engine.update import PageUpdate, Updater
+from mt_lightning.engine.update import Due, PageUpdate, Updater
 from mt_lightning.engine.worker import UpdateWorker
+from mt_lightning.engine.write_back import WriteBack
 from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import Clip, clip_coefficient, total_norm
 from mt_lightning.optim.shadow import Hyper, snapshot
 from mt_lightning.pager.pool import PoolEntry, WeightPool
-from mt_lightning.pager.stats import Stats
+from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.table import Page
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class _Due:
-    """An update that waits for its page's next forward."""
-
-    grads: PageGrads
-    hyper: Hyper
-    clip: Clip
 
 
 class Steps:
@@ -60,6 +51,8 @@ class Steps:
         stats: Stats,
         spilled: set[int],
         nonfinite: str,
+        write_back: WriteBack,
+        clock: Clock,
     ) -> None:
         self._build = build
         self._table = build.table
@@ -79,11 +72,13 @@ class Steps:
         self._submitted: set[int] = set()
         self._hyper: Hyper | None = None
         self._ready: list[Page] = []
-        self._due: dict[int, _Due] = {}
+        self._due: dict[int, Due] = {}
         self._clips: dict[int, Clip] = {}
         self._stepped: set[int] = set()
         """Optimizers that stepped since a step last ended for the loop that trains."""
-        self.commits = StepCommits(committer, worker, self.take_touched)
+        self._write_back = write_back
+        self._written: set[str] = set()
+        self.commits = StepCommits(committer, worker, self.take_touched, write_back, clock)
         self.count = committer.step
         self.partial = False
         """Whether a step has begun to change pages and is not finished."""
@@ -177,7 +172,7 @@ class Steps:
             return
         self.partial = True
         self._submitted.add(page.index)
-        self._submit(page, _Due(grads, self._hyper, self._eager_clip))
+        self._submit(page, Due(grads, self._hyper, self._eager_clip))
 
     # -- step -------------------------------------------------------------------------------------
 
@@ -236,7 +231,9 @@ class Steps:
         eager = self._armed == optimizer
         clip = self._eager_clip if eager else self._clips.get(optimizer, Clip())
         self._ready.clear()
-        self.partial = True
+        self.partial = eager
+        begun: dict[int, Due] = {}
+        inline: list[tuple[Page, Due]] = []
         for page in trained.pages:
             if page.index in self._submitted:
                 continue
@@ -245,19 +242,26 @@ class Steps:
             grads = self._take(page)
             if grads is None:
                 continue
-            due = _Due(grads, hyper, clip)
+            due = Due(grads, hyper, clip)
             if page.index in self._resident:
-                self._update_now(page, due)
+                inline.append((page, due))
             elif eager:
                 self._submit(page, due)
             else:
-                self._due[page.index] = due
+                begun[page.index] = due
+        if inline:
+            self._worker.drain_commits()
+        # Until here nothing is changed but by eager updates: an interrupt costs this step alone.
+        self.partial = True
+        for page, due in inline:
+            self._update_now(page, due)
+        self._due.update(begun)
+        self.count += 1
+        self.partial = False
         self._submitted.clear()
         self._gradients.expect_clearing(trained.pages)
         self._clips.pop(optimizer, None)
         self.disarm()
-        self.partial = False
-        self.count += 1
         self._stats.steps += 1
         self.commits.stepped(self.count)
         self._stepped.add(optimizer)
@@ -311,15 +315,17 @@ class Steps:
         if fits and not entry.frame.in_use():
             self._submit_due(page)
 
-    def flush(self) -> None:
-        """Submit everything due, then the commit of the step."""
+    def flush(self, *, force: bool = False) -> None:
+        """Submit everything due, then the commit of the step; with `force`, whether due or not."""
         for index in list(self._due):
             self._submit_due(self._table[index])
-        self.commits.submit()
+        self.commits.submit(force=force)
 
-    def drain(self) -> None:
-        """Apply and commit everything, and wait for it."""
-        self.flush()
+    def drain(self, *, write: bool = True) -> None:
+        """Apply everything, write it and commit it where it can be; wait for it."""
+        self.flush(force=write)
+        if write:
+            self.commits.write(self._written.update)
         self._worker.drain()
 
     def _submit_due(self, page: Page) -> None:
@@ -335,17 +341,19 @@ class Steps:
         self.commits.now(files, begun=not weights)
 
     def take_touched(self) -> set[str]:
-        """Return and forget the files written since the last commit."""
-        touched = set()
+        """Write what is left in RAM; return and forget the files written since the last commit."""
+        touched = self._write_back.write() | self._written
+        self._written.clear()
         for updater in (self._updater, self._inline):
             touched |= updater.touched
             updater.touched = set()
         return touched
 
-    def _submit(self, page: Page, due: _Due) -> None:
+    def _submit(self, page: Page, due: Due) -> None:
         self._worker.retire_page(page.index)
         entry = self._pool.pin(page)
         if entry.frame.in_use():
+            self._worker.drain_commits()  # one may be writing the frame
             entry = self._pool.copy_on_write(page)
         if due.grads.must_be_whole(page):
             what = f"the gradients of page {page.layout.key}, which its optimizer needs whole,"
@@ -360,15 +368,14 @@ class Steps:
 
         self._worker.submit(lambda: self._updater.update(job), page.index, retire)
 
-    def _update_now(self, page: Page, due: _Due) -> None:
+    def _update_now(self, page: Page, due: Due) -> None:
         """Update a resident page on this thread; it is tiny and no forward announces its use."""
-        self._worker.drain_commits()
         entry = self._pool.pin(page)
         self._inline.update(self._job(page, due, entry))
         due.grads.free()
         self._pool.release(entry)
 
-    def _job(self, page: Page, due: _Due, entry: PoolEntry) -> PageUpdate:
+    def _job(self, page: Page, due: Due, entry: PoolEntry) -> PageUpdate:
         assert page.layout.optimizer is not None
         members, trained = self._build.members[page.index], self.trained[page.layout.optimizer]
         return PageUpdate(page, entry, due.grads, members, trained, due.hyper, due.clip)

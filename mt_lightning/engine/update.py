@@ -56,6 +56,15 @@ class PageUpdate:
 
 
 @dataclass
+class Due:
+    """An update that waits for its page's next forward."""
+
+    grads: PageGrads
+    hyper: Hyper
+    clip: Clip
+
+
+@dataclass
 class SelfCheck:
     """What the first update of each parameter did.
 
@@ -84,6 +93,8 @@ class Updater:
         stream: StateStream,
         spiller: Spiller,
         checking: SelfCheck | None = None,
+        *,
+        keeps_weights: bool = False,
     ) -> None:
         self._store = store
         self._io = io
@@ -92,6 +103,7 @@ class Updater:
         self._stream = stream
         self._spiller = spiller
         self.checking = checking
+        self._keeps_weights = keeps_weights
         self.touched: set[str] = set()
 
     def forget(self) -> None:
@@ -99,14 +111,15 @@ class Updater:
         self._stream.forget()
 
     def update(self, job: PageUpdate) -> None:
-        """Step the optimizer on one page and write its planes."""
+        """Step the optimizer on one page and write those of its planes that do not stay in RAM."""
         page, stream = job.page, self._stream
         job.entry.wait()
         self._spiller.gather(page, job.grads)
         small = list(page.small)
         slot = page.state.next_slot
         stored: list[Stored] = []
-        if page.state.nbytes:
+        writes_state = page.state.nbytes > 0 and stream.writes(page)
+        if writes_state:
             # A second step before a commit goes over what the first one wrote, chunk by chunk.
             again = page.state.slot == slot
             self._prepare(f"{page.state.key}.{slot}", page.state.nbytes, keep=again)
@@ -126,15 +139,18 @@ class Updater:
                 name = f"{page.state.key}.{slot}"
                 stored.append(stream.store(page, name, loaded, job.trained.codec))
         job.grads.ram = [None] * len(job.grads.ram)
-        weight_slot = page.weight.next_slot
-        name = f"{page.weight.key}.{weight_slot}"
-        self._prepare(name, page.weight.nbytes)
-        written = self._io.write(name, [(0, job.entry.frame.memory)])
-        for ticket in (*(s.ticket for s in stored), written):
-            if ticket is not None:
-                ticket.wait()
-        page.weight.advance(weight_slot, [list(written.sums)])
-        if page.state.nbytes:
+        if self._keeps_weights:
+            job.entry.dirty = True
+        else:
+            weight_slot = page.weight.next_slot
+            name = f"{page.weight.key}.{weight_slot}"
+            self._prepare(name, page.weight.nbytes)
+            written = self._io.write(name, [(0, job.entry.frame.memory)]).wait()
+            page.weight.advance(weight_slot, [list(written.sums)])
+        for each in stored:
+            if each.ticket is not None:
+                each.ticket.wait()
+        if writes_state:
             lengths = [s.length for s in stored] if page.state_layout.slots else []
             page.state.advance(slot, [s.sums for s in stored], lengths)
         page.small = small

@@ -69,6 +69,8 @@ class WeightPool:
         """Gives some memory back when all of it is in use; False when nothing can be given."""
         self._entries: OrderedDict[int, PoolEntry] = OrderedDict()
         self._orphans: list[tuple[Frame, Reservation]] = []
+        self.written: set[str] = set()
+        """Files written since somebody emptied this; a commit makes them durable."""
 
     def pin(self, page: Page) -> PoolEntry:
         """Keep `page` in RAM until released, starting to read it where absent.
@@ -174,6 +176,7 @@ class WeightPool:
         slot = plane.next_slot
         name = f"{plane.key}.{slot}"
         self._store.prepare_write(name, plane.nbytes)
+        self.written.add(name)
         ticket = self._io.write(name, [(0, entry.frame.memory)])
         ticket.wait()
         plane.advance(slot, [list(ticket.sums)])
@@ -206,6 +209,10 @@ class WeightPool:
     def entry(self, page: Page) -> PoolEntry | None:
         """Return the entry of `page` where its weights are in RAM."""
         return self._entries.get(page.index)
+
+    def entries(self) -> list[PoolEntry]:
+        """Return the entries of all pages in RAM."""
+        return list(self._entries.values())
 
     def _load(self, page: Page) -> PoolEntry:
         entry = PoolEntry(page, *self._allocate(page.layout.nbytes))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import CheckpointIO
+from lightning.pytorch.trainer.states import TrainerFn
 
+from mt_lightning.engine.engine import Engine
 from mt_lightning.errors import ConfigError
 
 _CALLBACKS = {
@@ -18,8 +20,11 @@ _WATCHED = ("configure_gradient_clipping", "on_after_backward", "on_before_optim
 _WATCHED_OF_MODULE = (*_WATCHED, "backward")
 
 
-def refuse(trainer: pl.Trainer, checkpoint_io: CheckpointIO) -> None:
+def refuse(trainer: pl.Trainer, checkpoint_io: CheckpointIO, engine: Engine | None) -> None:
     """Raise ConfigError when the trainer holds something that paging cannot serve."""
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    if engine is not None and fitting and engine.num_lost and trainer.global_step:
+        _refuse_lost(trainer, engine.num_lost)
     for callback in getattr(trainer, "callbacks", []):
         for base in type(callback).__mro__:
             if base.__name__ in _CALLBACKS:
@@ -37,6 +42,15 @@ def refuse(trainer: pl.Trainer, checkpoint_io: CheckpointIO) -> None:
         raise ConfigError(
             f"strategy='megatrain' runs on one machine, but num_nodes={trainer.num_nodes}; pass "
             "Trainer(num_nodes=1)."
+        )
+
+
+def _refuse_lost(trainer: pl.Trainer, num_lost: int) -> None:
+    if trainer.ckpt_path is None:  # type: ignore[attr-defined]
+        raise ConfigError(
+            f"the last fit failed and its pages went back to the last commit: they are {num_lost} "
+            f"step(s) behind the loops of this trainer, which are at step {trainer.global_step}. "
+            "Make a new Trainer with on_existing='resume', or give ckpt_path."
         )
 
 

@@ -165,10 +165,11 @@ class CommitLog:
         path = self._path(index)
         data = record.to_bytes()
         try:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            # Both, so that a drive which is full by the time of the next record cannot refuse it.
+            self._reserve(1 - index, len(data))
+            self._reserve(index, len(data))
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
-                if min(self._reserved_bytes[index], os.fstat(fd).st_size) < len(data):
-                    self._reserve(fd, index, len(data))
                 self._failed = path
                 write_all(fd, data)
                 os.fdatasync(fd)
@@ -218,14 +219,20 @@ class CommitLog:
             raise storage_error(error, what, str(self._failed)) from error
         self._failed = None
 
-    def _reserve(self, fd: int, index: int, nbytes: int) -> None:
+    def _reserve(self, index: int, nbytes: int) -> None:
         """Make a file long enough, and it and its name durable."""
-        held_bytes = os.fstat(fd).st_size
-        if held_bytes < nbytes:
-            held_bytes = align_up(nbytes + _RESERVE_BYTES)
-            preallocate(fd, held_bytes)
-        # Also where it was long enough: whoever made it may have been killed before this.
-        os.fsync(fd)
+        fd = os.open(self._path(index), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            held_bytes = os.fstat(fd).st_size
+            if min(self._reserved_bytes[index], held_bytes) >= nbytes:
+                return
+            if held_bytes < nbytes:
+                held_bytes = align_up(nbytes + _RESERVE_BYTES)
+                preallocate(fd, held_bytes)
+            # Also where it was long enough: whoever made it may have been killed before this.
+            os.fsync(fd)
+        finally:
+            os.close(fd)
         sync_directory(self._directory)
         self._reserved_bytes[index] = held_bytes
 

@@ -121,7 +121,7 @@ def train(
         offload_dir=directory / "pages",
         max_ram_gb=budget_bytes / 2**30,
         _depth=depth,
-        **strategy,
+        **{"durability": "step", **strategy},
     )
     trainer = pl.Trainer(
         strategy=paged,

@@ -45,7 +45,7 @@ def test_metrics_are_logged_at_every_step(fit: Fit, tmp_path: Path) -> None:
 def test_tables(fit: Fit, clip: float | None) -> None:
     console = make_console()
     monitor = PagingMonitor(console=console)
-    strategy = MegaTrainStrategy(max_ram_gb=0.5)
+    strategy = MegaTrainStrategy(max_ram_gb=0.5, durability="step")
     fit([monitor], strategy=strategy, gradient_clip_val=clip, val_check_interval=3)
     text = console.export_text()
     start, end = text.split("What 8 steps took")

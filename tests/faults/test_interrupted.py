@@ -124,7 +124,7 @@ def test_parameters_are_those_of_the_last_completed_step(
     committed = BAD_BATCH // window
     module = kind()
     budget = smallest_gb(Net(), tmp_path, **settings) if tight else None
-    strategy = mt.MegaTrainStrategy(tmp_path / "pages", max_ram_gb=budget)
+    strategy = mt.MegaTrainStrategy(tmp_path / "pages", max_ram_gb=budget, durability="step")
     with pytest.raises(BrokenError):
         fit(module, tmp_path, strategy, max_steps=8, **settings)
     assert committed_step(tmp_path / "pages") == committed
@@ -229,8 +229,9 @@ def test_optimizer_that_raises(tmp_path: Path, setting: str, shape: tuple[int, .
     module = _WithTail()
     optimizer = type("Raising", (_RaisingSGD,), {"shape": shape})
     module.configure_optimizers = lambda: optimizer(module.parameters(), lr=0.1)  # type: ignore[method-assign]
+    strategy = mt.MegaTrainStrategy(tmp_path / "pages", durability="step")
     with pytest.raises(BrokenError):
-        fit(module, tmp_path, mt.MegaTrainStrategy(tmp_path / "pages"), **settings)
+        fit(module, tmp_path, strategy, **settings)
     assert committed_step(tmp_path / "pages") == 2
     plain = _WithTail()
     plain.configure_optimizers = lambda: torch.optim.SGD(plain.parameters(), lr=0.1)  # type: ignore[method-assign]

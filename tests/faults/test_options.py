@@ -19,7 +19,7 @@ WRONG: list[tuple[str, Any]] = [
         for value in (0, -1, -0.5, NAN, INF, "4", "all", True, [1.0], {})
     ],
     *[("on_existing", value) for value in ("Resume", "delete", None, True, 1, "")],
-    *[("durability", value) for value in ("checkpoint", "never", None, 1)],
+    *[("durability", value) for value in ("always", "never", None, 1)],
     *[("nonfinite", value) for value in ("ignore", None, True, "")],
     *[("layer_major", value) for value in (True, "yes", 0, 1, None)],
     *[("recompute", value) for value in (False, "no", 1, None)],
@@ -53,6 +53,7 @@ def test_unknown_option_is_refused() -> None:
         {"units": "Block"},
         {"units": ["Block", "Head"]},
         {"layer_major": False, "recompute": True, "durability": "step"},
+        {"durability": "checkpoint"},
         {"optimizer_compression": False},
         {"optimizer_compression": True},
         {"optimizer_compression": "lossless"},

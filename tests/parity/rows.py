@@ -45,12 +45,19 @@ PLACE_FACTORS: dict[str, tuple[Any, ...]] = {
     "link": ("host", "delayed"),
     "budget": ("smallest", "tight", "fits"),
     "state": ("raw", "lossless"),
+    "durability": ("step", "checkpoint"),
+}
+_PLACES_OF_EVERY_MODEL = {
+    "slices": ("tiny",),
+    "state": ("lossless",),
+    "durability": ("checkpoint",),
 }
 DEFAULTS = {field.name: field.default for field in fields(Recipe)} | {
     "slices": "usual",
     "link": "host",
     "budget": "smallest",
     "state": "raw",
+    "durability": "step",
 }
 
 
@@ -67,6 +74,8 @@ class Row:
     """smallest (that works) | tight (10 % more) | fits (nothing has to leave)."""
     state: str = "raw"
     """raw | lossless: how optimizer state is kept on disk."""
+    durability: str = "step"
+    """step | checkpoint: when steps are committed."""
 
     @property
     def name(self) -> str:
@@ -143,7 +152,7 @@ def _features() -> list[dict[str, Any]]:
     """Return the plain case, every single deviation, and the ones that come in twos."""
     single = [
         {name: value}
-        for name, values in {**RECIPE_FACTORS, "slices": ("tiny",), "state": ("lossless",)}.items()
+        for name, values in {**RECIPE_FACTORS, **_PLACES_OF_EVERY_MODEL}.items()
         if name != "model"
         for value in values
         if value != DEFAULTS[name]

@@ -46,7 +46,7 @@ def paged_strategy(row: Row, max_ram_gb: float) -> Any:
     """Make the strategy of a row."""
     from mt_lightning import MegaTrainStrategy
 
-    settings: dict[str, Any] = {"max_ram_gb": max_ram_gb}
+    settings: dict[str, Any] = {"max_ram_gb": max_ram_gb, "durability": row.durability}
     if row.state == "lossless":
         settings["optimizer_compression"] = "lossless"
     if row.slices == "tiny":

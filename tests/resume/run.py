@@ -175,7 +175,8 @@ def train(
 
 
 def paged(directory: Path, **settings: Any) -> MegaTrainStrategy:
-    return MegaTrainStrategy(**{"offload_dir": directory, "max_ram_gb": 0.1, **settings})
+    defaults = {"offload_dir": directory, "max_ram_gb": 0.1, "durability": "step"}
+    return MegaTrainStrategy(**{**defaults, **settings})
 
 
 def interrupt(directory: Path, stop: int, paging: dict[str, Any], **run: Any) -> None:

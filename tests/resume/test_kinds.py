@@ -62,7 +62,9 @@ def fit(
     seed_everything(0)
     module = make()
     module.stop = stop
-    strategy = MegaTrainStrategy(offload_dir=directory, max_ram_gb=0.1, on_existing="resume")
+    strategy = MegaTrainStrategy(
+        offload_dir=directory, max_ram_gb=0.1, on_existing="resume", durability="step"
+    )
     settings = {"max_steps": 17, "callbacks": [], **kw}
     if callable(settings["callbacks"]):
         settings["callbacks"] = settings["callbacks"]()

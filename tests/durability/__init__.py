@@ -1,0 +1,1 @@
+"""When steps become durable, and what that costs."""

@@ -363,6 +363,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Load optimizer state page by page; nothing is moved to a device."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
+        self._keeper.adopt(checkpoint)  # type: ignore[union-attr]
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

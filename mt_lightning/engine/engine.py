@@ -150,6 +150,11 @@ class Engine:
         """Take the state of the loop, now that all of a step is done; None if it has none."""
         self.live.run.steps.end_step(run_state)
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all page files, slots included."""
+        return sum(self._files.values())
+
     def expected_bytes_per_step(self) -> tuple[int, int]:
         """Return the bytes that a step over all units reads and writes, by the plan."""
         assert self.plan is not None

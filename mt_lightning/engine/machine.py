@@ -19,12 +19,14 @@ import psutil
 from mt_lightning.engine.options import OnExisting
 from mt_lightning.errors import BudgetError, ConfigError, StorageError
 from mt_lightning.tiers.arena import Arena
+from mt_lightning.tiers.checkpoint_files import clean, folders_in, kept_bytes, shared_bytes
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.filesystem import free_bytes, is_memory, kind
 from mt_lightning.tiers.heap import return_freed_memory
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.link import HostLink, Link
 from mt_lightning.tiers.lock import DirectoryLock
+from mt_lightning.tiers.manifest import id_of
 from mt_lightning.tiers.patience import DISK_FULL_TIMEOUT_S, Patience
 from mt_lightning.tiers.steady import SteadyLog, SteadyStore, WatchedLink
 from mt_lightning.tiers.store import FileStore, Store
@@ -124,6 +126,8 @@ def open_machine(
             lock = DirectoryLock(path)
             lock.acquire()
             locks.append(lock)
+        for path in paths:
+            clean(path, id_of)
         paths = _check_existing(paths, on_existing)
         record = CommitLog(paths).latest() if on_existing == "resume" else None
         if record is not None and not record.step:
@@ -256,8 +260,12 @@ def _remove_run(path: Path) -> None:
 
 
 def remove_directories(directories: Sequence[str]) -> None:
-    """Delete the directories of a run that nobody asked to keep."""
+    """Delete the directories of a run that nobody asked to keep, but for its checkpoints."""
     for directory in map(Path, directories):
+        if folders_in(directory):
+            log.info("%s is kept: linked checkpoints live in it.", directory)
+            _remove_run(directory)
+            continue
         shutil.rmtree(directory, ignore_errors=True)
         with contextlib.suppress(OSError):
             directory.parent.rmdir()  # only succeeds when no other run lies beside it
@@ -312,7 +320,8 @@ def check_disk(
         new: Files that will be made.
         max_disk_gb: The ceiling, None for what is free.
     """
-    needed_bytes = sum(new.values())
+    # Slots that a linked checkpoint holds on to are replaced: they are needed once more.
+    needed_bytes = sum(new.values()) + kept_bytes(machine.directories)
     if max_disk_gb is not None and needed_bytes > max_disk_gb * GIB:
         raise _disk_error(
             needed_bytes, f"max_disk_gb={max_disk_gb:g} allows less", "Raise max_disk_gb"
@@ -328,7 +337,7 @@ def check_disk(
                 directory,
             ) from error
     free = sum(max(0, free_bytes(d) - _DISK_MARGIN_BYTES) for d in devices.values())
-    free += sum(old.values())
+    free += sum(old.values()) + kept_bytes(machine.directories) - shared_bytes(machine.directories)
     if needed_bytes > free:
         where = ", ".join(machine.directories)
         raise _disk_error(
@@ -341,7 +350,8 @@ def check_disk(
 def _disk_error(needed_bytes: int, limit: str, remedy: str) -> BudgetError:
     smallest_gb = math.ceil(needed_bytes / GIB * 1e6) / 1e6
     error = BudgetError(
-        f"the run needs {smallest_gb:.6f} GiB on disk (two slots of every page), but {limit}. "
+        f"the run needs {smallest_gb:.6f} GiB on disk (two slots of every page, and linked "
+        f"checkpoints), but {limit}. "
         f"{remedy}."
     )
     error.smallest_gb = smallest_gb

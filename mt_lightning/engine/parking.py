@@ -10,6 +10,7 @@ from mt_lightning.engine.build import Build
 from mt_lightning.pages.layout import ParamSpec
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.mapping import PrivateMapping
+from mt_lightning.tiers.origins import Seal
 from mt_lightning.tiers.store import Store
 
 
@@ -44,6 +45,7 @@ class Parking:
     def show(self, page: Page) -> PrivateMapping:
         """Map the current slot of `page` into its parameters."""
         mapping = self._store.map_private(page.weight.file, 0, page.layout.nbytes)
+        mapping.views.seal = Seal.of_chunks([[(0, page.layout.nbytes)]], page.weight.sums)
         self._let_show(page, mapping)
         return mapping
 

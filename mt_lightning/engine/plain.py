@@ -8,6 +8,7 @@ from mt_lightning.pages.sizes import align_up
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.mapping import PrivateMapping
+from mt_lightning.tiers.origins import Seal
 from mt_lightning.tiers.store import Store
 
 _COPY_SLOT = 2
@@ -29,7 +30,10 @@ class PlainState:
             StorageError: There is no room on disk for the plain form of coded state.
         """
         if not page.state_layout.slots:
-            return self._store.map_private(page.state.file, 0, page.state.nbytes)
+            mapping = self._store.map_private(page.state.file, 0, page.state.nbytes)
+            pieces = [chunk.pieces for chunk in page.state_layout.chunks]
+            mapping.views.seal = Seal.of_chunks(pieces, page.state.sums)
+            return mapping
         name = f"{page.state.key}.{_COPY_SLOT}"
         self._store.create(name, page.state_layout.plain_bytes)
         try:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.kept import keep
 from mt_lightning.errors import ConfigError
+from mt_lightning.plugins.linked import RUN_STATE
 from mt_lightning.resume.buffers import Buffers
 from mt_lightning.resume.description import DESCRIPTION_KEY, describe
+from mt_lightning.resume.linked_run import LinkedCheckpoints
 from mt_lightning.resume.packer import Packer, unpack
 from mt_lightning.resume.position import DataPosition, check_resumable
-from mt_lightning.resume.run_state import give_early, give_late, take
+from mt_lightning.resume.run_state import difference, give_early, give_late, take
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +56,7 @@ class RunKeeper:
         self._num_steps = engine.num_steps
         self._last: dict[str, Any] | None = None
         self._max_steps: int | None = None
+        self._checkpoints = LinkedCheckpoints(trainer, engine, self._buffers.name)
         engine.follow()
 
     def begin(self) -> None:
@@ -89,10 +95,12 @@ class RunKeeper:
                 self._go_on()
                 return
             self._position.before_batch()
+            self._checkpoints.begin_batch()
             advance(fetcher)
 
         def on_advance_end(fetcher: Any) -> None:
             self._end_of_batch()
+            self._checkpoints.end_batch()
             end(fetcher)
 
         loop.__dict__.update(
@@ -112,6 +120,30 @@ class RunKeeper:
             self._state = None
             self._restore_limit()
 
+    def adopt(self, checkpoint: Mapping[str, Any]) -> None:
+        """Go on from the state of a run in a linked checkpoint, if it holds one.
+
+        Its weights and optimizer state have been loaded, and its loops restored.
+        """
+        found = checkpoint.get(RUN_STATE)
+        if found is None:
+            return
+        state = unpack(found["state"])
+        first = torch.load(io.BytesIO(found["buffers"]), weights_only=True)
+        # All of them: this run keeps others at its start.
+        buffers = {**first, **state["buffers"]}
+        state = {**state, "buffers": buffers, "kept_buffers": self._buffers.name}
+        reason = difference(self._trainer, state)
+        if reason is not None:
+            log.warning(
+                "%s: the checkpoint is resumed as a standard one, which begins the data of its "
+                "epoch anew.",
+                reason,
+            )
+            return
+        self._state = state
+        self.begin()
+
     def _restore_limit(self) -> None:
         if self._max_steps is not None:
             self._trainer.fit_loop.epoch_loop.max_steps, self._max_steps = self._max_steps, None
@@ -127,7 +159,7 @@ class RunKeeper:
             return
         self._num_steps = self._engine.num_steps
         self._last = self._take()
-        self._engine.end_step(self._packer.pack(self._last))
+        self._end_step(self._last)
         if self._trainer.received_sigterm:
             # Lightning would go on to the end of the epoch; whoever asks to end will not wait.
             raise SIGTERMException
@@ -141,7 +173,12 @@ class RunKeeper:
         if self._engine.num_steps != self._num_steps:
             self._last = self._take()
         if self._last is not None:
-            self._engine.end_step(self._packer.pack({**self._last, "finished": True}))
+            self._end_step({**self._last, "finished": True})
+
+    def _end_step(self, state: dict[str, Any]) -> None:
+        packed = self._packer.pack(state)
+        self._engine.end_step(packed)
+        self._checkpoints.end_step(self._engine.num_steps, packed)
 
     def detach(self) -> None:
         """Leave the loops alone."""

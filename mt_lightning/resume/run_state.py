@@ -84,7 +84,11 @@ def give_early(trainer: pl.Trainer, state: dict[str, Any], buffers: Buffers) -> 
     Raises:
         ConfigError: The run is not the one that was committed.
     """
-    _check(trainer, state)
+    reason = difference(trainer, state)
+    if reason is not None:
+        raise ConfigError(
+            f"{reason}. Go on with the same settings, or set on_existing='overwrite'."
+        )
     _give(trainer, state, buffers)
     give_loops(trainer, state)
 
@@ -136,7 +140,8 @@ def give_late(
     position.give(state["data"], fetcher)
 
 
-def _check(trainer: pl.Trainer, state: dict[str, Any]) -> None:
+def difference(trainer: pl.Trainer, state: dict[str, Any]) -> str | None:
+    """Return in what a run differs from the one whose state was taken, None where it may go on."""
     now = {
         "number of optimizers": len(trainer.optimizers),
         "number of param groups": [len(o.param_groups) for o in trainer.optimizers],
@@ -151,7 +156,5 @@ def _check(trainer: pl.Trainer, state: dict[str, Any]) -> None:
     }
     for what, value in now.items():
         if value != then[what]:
-            raise ConfigError(
-                f"the {what} is {value}, and the run in offload_dir was committed with "
-                f"{then[what]}. Go on with the same settings, or set on_existing='overwrite'."
-            )
+            return f"the {what} is {value}, and the run was committed with {then[what]}"
+    return None

@@ -18,6 +18,12 @@ _held: dict[str, int] = {}
 _held_lock = threading.Lock()
 
 
+def held_directories() -> list[Path]:
+    """Return the directories that this process has locked."""
+    with _held_lock:
+        return [Path(key) for key, pid in _held.items() if pid == os.getpid()]
+
+
 class DirectoryLock:
     """Exclusive use of a directory by one process.
 

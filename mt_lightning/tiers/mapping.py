@@ -7,6 +7,7 @@ import os
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,9 @@ import torch
 from mt_lightning.errors import StorageError
 from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
 from mt_lightning.tiers.address import PAGE_BYTES, address_of, map_anonymous, map_file
+
+if TYPE_CHECKING:
+    from mt_lightning.tiers.origins import Seal
 
 # /proc/self/pagemap: one 64-bit word per page.
 _PRESENT = np.uint64(1 << 63)
@@ -23,10 +27,17 @@ _ENTRIES_PER_READ = 1 << 17  # 1 MiB of pagemap: 512 MiB of mapping
 
 
 class LiveViews:
-    """Which tensors of a mapping still live. Outlives the mapping; holds nothing alive."""
+    """Which tensors of a mapping still live. Outlives the mapping; holds nothing alive.
+
+    Attributes:
+        named: whether the mapping shows a payload that still has its name.
+        seal: the checksums of that payload, once somebody tells them.
+    """
 
     def __init__(self) -> None:
         self._views: list[weakref.ref[memoryview]] = []
+        self.named = False
+        self.seal: Seal | None = None
 
     def add(self, view: memoryview) -> None:
         """Watch one more view."""
@@ -46,6 +57,7 @@ class PrivateMapping:
 
     Attributes:
         nbytes: length of the mapped range.
+        address: its first byte.
         views: the tensors cut from it that still live.
     """
 
@@ -57,6 +69,7 @@ class PrivateMapping:
             pristine: the same bytes as they were, or None to ask the kernel which pages changed.
         """
         self.nbytes = memory.nbytes
+        self.address = address_of(memory)
         self.views = LiveViews()
         self._memory = memory
         self._pristine = pristine
@@ -116,21 +129,29 @@ class PrivateMapping:
             StorageError: the kernel's page map cannot be read.
         """
         if self._pristine is not None:
-            return _merge(
-                _changed_blocks(self._memory, self._pristine), ALIGN_BYTES, 0, self.nbytes
-            )
-        address = address_of(self._memory)
-        skip = address % PAGE_BYTES
-        try:
-            return _merge(
-                _copied_pages(address - skip, skip + self.nbytes), PAGE_BYTES, skip, self.nbytes
-            )
-        except OSError as error:
-            raise StorageError(
-                error.errno,
-                f"cannot tell which of {self.nbytes} mapped bytes were written: {error.strerror}",
-                "/proc/self/pagemap",
-            ) from error
+            return self.differing_ranges(self._pristine)
+        return copied_ranges(self.address, self.nbytes)
+
+    def differing_ranges(self, other: memoryview) -> list[tuple[int, int]]:
+        """Return the byte ranges in which `other`, of the same length, is not as this one is."""
+        return _merge(_changed_blocks(self._memory, other), ALIGN_BYTES, 0, self.nbytes)
+
+
+def copied_ranges(address: int, nbytes: int) -> list[tuple[int, int]]:
+    """Return the ranges (start, stop) of a private mapping that are copies, by the page map.
+
+    Raises:
+        StorageError: the kernel's page map cannot be read.
+    """
+    skip = address % PAGE_BYTES
+    try:
+        return _merge(_copied_pages(address - skip, skip + nbytes), PAGE_BYTES, skip, nbytes)
+    except OSError as error:
+        raise StorageError(
+            error.errno,
+            f"cannot tell which of {nbytes} mapped bytes were written: {error.strerror}",
+            "/proc/self/pagemap",
+        ) from error
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from mt_lightning.tiers.descriptors import DescriptorCache, OpenFile
 from mt_lightning.tiers.filesystem import free_bytes, sync_directory, sync_path
 from mt_lightning.tiers.header import HEADER_BYTES
 from mt_lightning.tiers.mapping import LiveViews, PrivateMapping
+from mt_lightning.tiers.origins import forget, remember
 from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error, write_whole
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -31,8 +32,7 @@ def check_name(name: str) -> None:
 
 def check_size(name: str, nbytes: int) -> None:
     """Assert that a payload has an aligned size."""
-    assert nbytes > 0, (name, nbytes)
-    assert nbytes % ALIGN_BYTES == 0, (name, nbytes)
+    assert nbytes > 0 == nbytes % ALIGN_BYTES, (name, nbytes)
 
 
 def check_piece(name: str, size_bytes: int, offset: int, buffer: memoryview) -> memoryview:
@@ -132,12 +132,12 @@ class Store(ABC):
         """Map a range copy-on-write."""
 
     def is_mapped(self, name: str) -> bool:
-        """Tell whether a tensor of a mapping of this payload lives: then replace, do not write."""
+        """Tell whether a mapping's tensor or a hard link shows it: then replace, do not write."""
         del name
         return False
 
     def prepare_write(self, name: str, nbytes: int, *, keep: bool = False) -> None:
-        """Make sure that `name` exists and that writing to it changes nobody's mapping.
+        """Make sure that `name` exists and that writing to it changes nobody's mapping or link.
 
         Args:
             name: The payload.
@@ -301,7 +301,7 @@ class FileStore(Store):
             self._page_files.make(path, self.size(name), keep=keep)
             self._unsynced_names.add(name)
             self._files.drop(name)
-            self._views.pop(name, None)
+            forget(self._views.pop(name, []))
 
     def delete(self, name: str) -> None:
         """See `Store.delete`."""
@@ -314,7 +314,7 @@ class FileStore(Store):
                 raise storage_error(error, "cannot delete", str(path)) from error
             self._assigned_bytes[self._places.pop(name)] -= nbytes
             self._files.drop(name)
-            self._views.pop(name, None)
+            forget(self._views.pop(name, []))
             self._unsynced_names.discard(name)
 
     def map_private(self, name: str, offset: int, nbytes: int) -> PrivateMapping:
@@ -328,12 +328,16 @@ class FileStore(Store):
                 raise storage_error(error, f"cannot map {nbytes} bytes", file.path) from error
             live = [views for views in self._views.get(name, []) if views.any()]
             self._views[name] = [*live, mapping.views]
+            remember(mapping, self, name, offset)
             return mapping
 
     def is_mapped(self, name: str) -> bool:
         """See `Store.is_mapped`."""
-        with self._lock:
-            return any(views.any() for views in self._views.get(name, ()))
+        if name not in self._places:
+            return False
+        with self._lock, self._files.lease(name) as file:
+            mapped = any(views.any() for views in self._views.get(name, ()))
+            return mapped or os.fstat(file.fd).st_nlink > 1
 
     def read_small(self, name: str) -> bytes | None:
         """See `Store.read_small`."""

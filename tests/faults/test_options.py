@@ -66,7 +66,7 @@ def test_good_value_is_taken(options: dict[str, Any]) -> None:
     assert not Path("a").exists(), "nothing may be made before a run"
 
 
-@pytest.mark.parametrize("format", ["linked", "safetensors", None])
+@pytest.mark.parametrize("format", ["safetensors", None])
 def test_checkpoint_format(format: Any) -> None:
     with pytest.raises(mt.ConfigError, match="^format"):
         mt.PagedCheckpointIO(format=format)

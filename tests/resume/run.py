@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,8 @@ def train(
     max_steps: int = 17,
     num_samples: int = 21,
     rate: float | None = None,
+    ckpt_path: Path | None = None,
+    more_callbacks: Sequence[Callback] = (),
     **settings: Any,
 ) -> Told:
     """Train until the end or until `stop` batches have been taken; everything is new each time."""
@@ -161,14 +164,14 @@ def train(
         max_steps=max_steps,
         max_epochs=-1,
         val_check_interval=min(4, num_samples // 2),
-        callbacks=[module.counting],
-        **QUIET,
+        callbacks=[module.counting, *more_callbacks],
+        **{**QUIET, "enable_checkpointing": bool(more_callbacks)},
         **settings,
     )
     loader = DataLoader(Tokens(num_samples, noisy), batch_size=2, shuffle=True, num_workers=workers)
     validation = DataLoader(Tokens(4, False), batch_size=2)
     try:
-        trainer.fit(module, loader, validation)
+        trainer.fit(module, loader, validation, ckpt_path=ckpt_path)
     except StoppedError:
         assert stop is not None
     return module

@@ -80,10 +80,10 @@ class StepCommits:
             return
         if not (force or self._is_time()):
             return
-        self._due = self._asked = False
-        self._committed_s = self._clock()
         step, run_state = self._step, self._run_state
         self._submit(lambda: self._committer.commit(step, self._take_touched, run_state))
+        self._due = self._asked = False
+        self._committed_s = self._clock()
 
     def _is_time(self) -> bool:
         if not self._write_back.active or self._asked:

@@ -91,8 +91,10 @@ def fit(module: LightningModule, strategy: Any = "auto", **settings: Any) -> Tra
         "enable_progress_bar": False,
         "enable_model_summary": False,
     }
+    path = settings.pop("ckpt_path", None)
     trainer = Trainer(strategy=strategy, **{**defaults, **settings})
-    trainer.fit(module, DataLoader(tokens, batch_size=4, shuffle=True))  # pyright: ignore[reportArgumentType]
+    data = DataLoader(tokens, batch_size=4, shuffle=True)  # pyright: ignore[reportArgumentType]
+    trainer.fit(module, data, ckpt_path=path)
     return trainer
 
 

@@ -1,9 +1,10 @@
 """A process that has everything imported and forks one run per line of its input.
 
 Run by test_kill: importing takes seconds, a fork milliseconds. A line is JSON with `directory`,
-`resume`, `result` (a file for what the run told), `flag` (a file of 8 bytes, see Flag), `sabotage`
-and `run` (settings of `train`). The server answers with the process id, and when the process has
-ended with its status.
+`resume`, `result` (a file for what the run told), `flag` (a file of 8 bytes, see Flag), `sabotage`,
+`commit_s` (seconds between commits, where not every step is one), `paging` (settings of the
+strategy) and `run` (settings of `train`). The server answers with the process id, and when the
+process has ended with its status.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from mt_lightning.engine import step_commits
 from mt_lightning.resume import position, run_state
 from mt_lightning.tiers.commit import CommitLog
 from mt_lightning.tiers.store import FileStore
@@ -106,7 +108,13 @@ def run(order: dict[str, Any]) -> None:
         sabotage(order["sabotage"])
     Told.on_train_start = lambda self: flag.begin()
     Told.on_train_end = lambda self: flag.end()
-    strategy = paged(Path(order["directory"]), on_existing="resume" if order["resume"] else "error")
+    if order["commit_s"] is not None:
+        step_commits.COMMIT_INTERVAL_S = order["commit_s"]
+    strategy = paged(
+        Path(order["directory"]),
+        on_existing="resume" if order["resume"] else "error",
+        **order["paging"],
+    )
     module = train(strategy, **order["run"])
     digest = hashlib.sha256()
     for value in module.state_dict().values():

@@ -50,6 +50,8 @@ class Server:
         longest_s: float = 0.0,
         number: int = signal.SIGKILL,
         sabotage: str = "",
+        commit_s: float | None = None,
+        paging: dict[str, Any] | None = None,
         **run: Any,
     ) -> tuple[dict[str, Any] | None, bool]:
         """Run to the end, or kill it somewhere.
@@ -67,6 +69,8 @@ class Server:
             "result": str(result),
             "flag": str(flag),
             "sabotage": sabotage,
+            "commit_s": commit_s,
+            "paging": paging or {},
             "run": run,
         }
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -120,11 +124,13 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def check(server: Server, directory: Path, num_kills: int, kinds: list[str], seed: int) -> None:
+def check(
+    server: Server, directory: Path, num_kills: int, kinds: list[str], seed: int, **more: Any
+) -> None:
     chance = random.Random(seed)
     expected, lengths = {}, {}
     for kind in kinds:
-        expected[kind], _ = server.run(directory / kind, **KINDS[kind])
+        expected[kind], _ = server.run(directory / kind, **KINDS[kind], **more)
         lengths[kind] = expected[kind]["seconds"]
     kills = hits = num_runs = 0
     while kills < num_kills:
@@ -141,13 +147,14 @@ def check(server: Server, directory: Path, num_kills: int, kinds: list[str], see
                 in_write=kills % 4 != 0,
                 longest_s=lengths[kind],
                 **KINDS[kind],
+                **more,
             )
             if told is not None:
                 break
             kills, hits, resumed = kills + 1, hits + hit, True
         if not resumed:
             continue  # it was done before it could be killed
-        told, _ = server.run(place, resume=True, **KINDS[kind])
+        told, _ = server.run(place, resume=True, **KINDS[kind], **more)
         assert_ends_as(expected[kind], told)
     print(f"{kills} kills, {hits} during a page write or a commit")
     assert hits >= kills / 2

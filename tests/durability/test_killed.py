@@ -1,0 +1,55 @@
+"""A run with commits at checkpoints that is killed goes on from its last commit, to the bit."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..resume.test_kill import KINDS, Server, assert_ends_as, check
+
+EVERYTHING_FITS = {"durability": "checkpoint"}
+OFTEN: dict[str, Any] = {"commit_s": 0.05, "paging": EVERYTHING_FITS}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    made = Server(tmp_path_factory.mktemp("server"))
+    yield made
+    made.close()
+
+
+def test_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
+    check(server, tmp_path, 4, ["eager", "clipped"], seed=3, **OFTEN)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_fifty_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
+    check(server, tmp_path, 50, list(KINDS), seed=4, **OFTEN)
+
+
+def test_a_terminated_run_commits_and_leaves(server: Server, tmp_path: Path) -> None:
+    """Minutes before a commit is due."""
+    expected, _ = server.run(tmp_path / "straight", paging=EVERYTHING_FITS)
+    assert expected is not None
+    chance = random.Random(1)
+    for attempt in range(5):
+        place = tmp_path / str(attempt)
+        told, _ = server.run(
+            place,
+            kill=chance,
+            longest_s=0.5 * expected["seconds"],
+            number=signal.SIGTERM,
+            paging=EVERYTHING_FITS,
+        )
+        if told is None:
+            break
+    assert told is None, "never ended by the signal"
+    told, _ = server.run(place, resume=True, paging=EVERYTHING_FITS)
+    assert_ends_as(expected, told)
+    assert 0 < len(told["batches"]) < len(expected["batches"])

@@ -74,7 +74,9 @@ def linked() -> mt.PagedCheckpointIO:
 
 
 def paged(directory: Path | list[Path], **settings: Any) -> mt.MegaTrainStrategy:
-    return mt.MegaTrainStrategy(**{"offload_dir": directory, "max_ram_gb": 0.1, **settings})
+    return mt.MegaTrainStrategy(
+        **{"offload_dir": directory, "max_ram_gb": 0.1, "durability": "step", **settings}
+    )
 
 
 def fit(

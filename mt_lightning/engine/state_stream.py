@@ -8,7 +8,7 @@ one, from which it is written while the next chunk is updated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mt_lightning.engine.spill import Ring
@@ -50,6 +50,19 @@ class Stored:
     def sums(self) -> list[int]:
         """The checksums, once it is written."""
         return list(self.ticket.sums) if self.ticket is not None else []
+
+
+def wait_for_all(tickets: Sequence[Ticket | None]) -> None:
+    """Wait for the end of every request, then raise the first error."""
+    errors: list[Exception] = []
+    for ticket in tickets:
+        try:
+            if ticket is not None:
+                ticket.wait()
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 class StateStream:
@@ -208,10 +221,8 @@ class StateStream:
                     },
                 )
             )
+        wait_for_all([s.ticket for _, _, written in under_way for s in written.values()])
         for page, slot, written in under_way:
-            for stored in written.values():
-                assert stored.ticket is not None
-                stored.ticket.wait()
             state, count = page.state, len(page.state_layout.chunks)
             sums, lengths = state.sums or [[]] * count, state.lengths or [0] * count
             sums = [written[i].sums if i in written else sums[i] for i in range(count)]

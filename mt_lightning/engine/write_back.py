@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from mt_lightning.engine.state_stream import StateStream
+from mt_lightning.engine.state_stream import StateStream, wait_for_all
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pages.table import PageTable, Plane
 from mt_lightning.tiers.io import IOQueue
@@ -104,10 +104,12 @@ class WriteBack:
                 name = prepare(plane, slot)
                 ticket = self._io.write(name, [(0, entry.frame.memory)])
                 under_way.append((entry, slot, ticket))
-        for stream in self._streams:
-            stream.write_back(self._table, prepare)
+        try:
+            for stream in self._streams:
+                stream.write_back(self._table, prepare)
+        finally:
+            wait_for_all([ticket for _, _, ticket in under_way])
         for entry, slot, ticket in under_way:
-            ticket.wait()
             entry.page.weight.advance(slot, [list(ticket.sums)])
             entry.dirty = False
         return touched

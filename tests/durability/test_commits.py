@@ -124,6 +124,7 @@ def test_model_checkpoint_commits(tmp_path: Path, commits: list[int]) -> None:
     assert_same(module, plain)
 
 
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended before")
 def test_weights_that_were_loaded_are_safe_after_one_step(
     tmp_path: Path, commits: list[int]
 ) -> None:

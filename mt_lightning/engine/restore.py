@@ -20,10 +20,14 @@ _LENGTHS = "{}/lengths"
 def keep_layout(store: Store, table: PageTable) -> str:
     """Write down what the pages are, for whoever goes on with them; return the file's name."""
     text = json.dumps(table.describe()).encode()
-    name = LAYOUT_NAME.format(hashlib.sha256(text).hexdigest()[:16])
+    name = _layout_name(text)
     if store.read_small(name) is None:
         store.write_small(name, text)
     return name
+
+
+def _layout_name(text: bytes) -> str:
+    return LAYOUT_NAME.format(hashlib.sha256(text).hexdigest()[:16])
 
 
 def take_over(
@@ -53,13 +57,9 @@ def take_over(
     text = store.read_small(name)
     if text is None:
         raise CorruptPageError(None, "the last commit names this file, and it is not there", name)
-    try:
-        described = json.loads(text)
-    except ValueError as error:
-        raise CorruptPageError(
-            None, f"the description of the pages is damaged: {error}", name
-        ) from error
-    check_same(table.describe(), described)
+    if _layout_name(text) != name:
+        raise CorruptPageError(None, "the description of the pages is damaged", name)
+    check_same(table.describe(), json.loads(text))
     sizes = {}
     named = {f"{plane}.{slot}" for plane, slot in record.slots.items()}
     for found in store.names():

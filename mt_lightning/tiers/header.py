@@ -61,7 +61,7 @@ def check_header(data: bytes, name: str, facts: Mapping[str, object], path: str)
     try:
         found = json.loads(body[_PREFIX.size : _PREFIX.size + text_bytes])
         payload_bytes = int(found["payload_bytes"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise _differs(path, "header", "JSON fields", str(error)) from None
     expected = json.loads(json.dumps(_fields(name, payload_bytes, facts)))
     for field in sorted(expected.keys() | found.keys()):

@@ -26,7 +26,7 @@ from mt_lightning.engine.machine import fresh_directory, open_machine
 from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
 from mt_lightning.errors import ConfigError
 from mt_lightning.pages.sizes import BLOCK_BYTES
-from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
 from mt_lightning.plugins.ending import end_asked
 from mt_lightning.plugins.guard import ClipGuard
 from mt_lightning.plugins.precision import MegaTrainPrecision
@@ -369,7 +369,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state dict; its tensors are views of mapped files."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return inner.state_dict()
+        with as_stored(self.checkpoint_io):
+            return inner.state_dict()
 
     @override
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:

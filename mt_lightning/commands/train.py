@@ -63,7 +63,7 @@ def train(settings: DictConfig, console: Console) -> float:
         _show_samples(console, f"Before: perplexity {before:.2f}", module, data.tokenizer, samples)
     try:
         with _ctrl_c_raises(trainer):
-            trainer.fit(module, datamodule=data)
+            trainer.fit(module, datamodule=data, ckpt_path=settings.get("ckpt_path"))
     except KeyboardInterrupt:
         _after_interrupt(console, settings, trainer, module, data, output_dir)
         raise

@@ -6,14 +6,15 @@ from typing import Any
 
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.optimizer_state import StateImporter, export_state
-from mt_lightning.engine.plain import PlainState
+from mt_lightning.engine.plain import AS_STORED, PlainState
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.workspace import Workspace
 
 
 def give_state(run: Runtime, machine: Machine, optimizer: int) -> dict[int, dict[str, Any]]:
     """Return the state of an optimizer by position of the parameter, as views of mapped files."""
-    plain = PlainState(machine.store, machine.io, _workspace(run, machine))
+    workspace = _workspace(run, machine)
+    plain = PlainState(machine.store, machine.io, workspace, as_stored=AS_STORED.get())
     return export_state(run.build, run.steps.trained[optimizer], plain)
 
 

@@ -26,7 +26,7 @@ from mt_lightning.tiers.heap import return_freed_memory
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.link import HostLink, Link
 from mt_lightning.tiers.lock import DirectoryLock
-from mt_lightning.tiers.manifest import id_of
+from mt_lightning.tiers.manifest_reader import id_of
 from mt_lightning.tiers.patience import DISK_FULL_TIMEOUT_S, Patience
 from mt_lightning.tiers.steady import SteadyLog, SteadyStore, WatchedLink
 from mt_lightning.tiers.store import FileStore, Store
@@ -173,20 +173,6 @@ def open_machine(
     return machine
 
 
-def fresh_directory(root: str | os.PathLike[str]) -> str:
-    """Make `<root>/megatrain/run_<n>` with the first free n, and return it."""
-    parent = Path(root) / "megatrain"
-    parent.mkdir(parents=True, exist_ok=True)
-    number = 0
-    while True:
-        try:
-            (parent / f"run_{number}").mkdir()
-        except FileExistsError:
-            number += 1
-        else:
-            return str(parent / f"run_{number}")
-
-
 def _path(directory: str) -> Path:
     try:
         return Path(os.path.realpath(Path(directory).expanduser()))
@@ -257,6 +243,20 @@ def _remove_run(path: Path) -> None:
     for pattern in (*_RECORDS, LAYOUT_NAME.format("*"), f"{KEPT_PREFIX}*"):
         for file in path.glob(pattern):
             file.unlink(missing_ok=True)
+
+
+def fresh_directory(root: str | os.PathLike[str]) -> str:
+    """Make the directory of a run that was given none, and return its path."""
+    parent = Path(root) / "megatrain"
+    parent.mkdir(parents=True, exist_ok=True)
+    number = 0
+    while True:
+        try:
+            (parent / f"run_{number}").mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return str(parent / f"run_{number}")
 
 
 def remove_directories(directories: Sequence[str]) -> None:

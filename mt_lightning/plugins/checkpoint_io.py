@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -13,13 +14,28 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.fabric.utilities.types import _PATH
 from typing_extensions import override
 
+from mt_lightning.engine.plain import AS_STORED
 from mt_lightning.errors import ConfigError, StorageError
 from mt_lightning.plugins.linked import folders_of, load_linked, remove_linked, save_linked
 from mt_lightning.tiers.checkpoint_files import check_room, doom, remove_folder
+from mt_lightning.tiers.coding import drop_unused_planes
 from mt_lightning.tiers.lock import held_directories
-from mt_lightning.tiers.manifest import Manifest, is_manifest
+from mt_lightning.tiers.manifest import Manifest
+from mt_lightning.tiers.manifest_reader import is_manifest
 
 log = logging.getLogger(__name__)
+
+
+@contextmanager
+def as_stored(io: object) -> Iterator[None]:
+    """Let an attached engine give coded state as it is on disk, where `io` keeps it so."""
+    linked = isinstance(io, PagedCheckpointIO) and io.format == "linked"
+    drop_unused_planes()
+    token = AS_STORED.set(linked)
+    try:
+        yield
+    finally:
+        AS_STORED.reset(token)
 
 
 class LinkedRun(Protocol):
@@ -68,6 +84,11 @@ class PagedCheckpointIO(TorchCheckpointIO):
         if storage_options is not None:
             raise TypeError("PagedCheckpointIO takes no storage_options.")
         if "://" in str(path):
+            if self.format == "linked":
+                raise ConfigError(
+                    f"{path}: a linked checkpoint is on a drive of this machine. Give a local "
+                    "path, or use PagedCheckpointIO(format='lightning')."
+                )
             super().save_checkpoint(checkpoint, path)
             return
         target = Path(path)

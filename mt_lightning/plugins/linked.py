@@ -26,6 +26,7 @@ import torch
 import xxhash
 
 from mt_lightning.errors import ConfigError, CorruptPageError, StorageError
+from mt_lightning.optim.expand import map_file
 from mt_lightning.pages.sizes import align_up
 from mt_lightning.tiers.checkpoint_files import (
     check_room,
@@ -37,13 +38,9 @@ from mt_lightning.tiers.checkpoint_files import (
     write_file,
 )
 from mt_lightning.tiers.filesystem import sync_directory
-from mt_lightning.tiers.header import HEADER_BYTES
 from mt_lightning.tiers.lock import held_directories
-from mt_lightning.tiers.manifest import (
-    DTYPES,
-    Manifest,
-    PageFile,
-    TensorPlace,
+from mt_lightning.tiers.manifest import DTYPES, Manifest, PageFile, TensorPlace
+from mt_lightning.tiers.manifest_reader import (
     find_folders,
     id_of,
     is_manifest,
@@ -51,11 +48,10 @@ from mt_lightning.tiers.manifest import (
     read_manifest,
 )
 from mt_lightning.tiers.mapping import PrivateMapping
-from mt_lightning.tiers.origins import Origins, Place, Seal
+from mt_lightning.tiers.origins import Origins, Place
 from mt_lightning.tiers.pagefile import storage_error
 from mt_lightning.tiers.store import FileStore
 from mt_lightning.tiers.verify import (
-    open_page_file,
     open_regular,
     read_file,
     sum_of_file,
@@ -110,7 +106,15 @@ class _Parts:
 
     def _stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         place = self._origins.locate(tensor) if tensor.dtype in _DTYPES else None
-        if place is None or (self.store is not None and place.store is not self.store):
+        foreign = place is not None and self.store not in (None, place.store)
+        if place is None or foreign:
+            # A tensor without data would be one for ever.
+            if tensor.device.type == "meta" and tensor.numel():
+                raise ConfigError(
+                    "the checkpoint holds a tensor without data (on meta). Optimizer state that is "
+                    "coded on disk has none while a linked checkpoint is saved: leave it as it is "
+                    "in on_save_checkpoint, or use PagedCheckpointIO(format='lightning')."
+                )
             return tensor
         self.store = place.store
         self.places.append((place, tensor))
@@ -161,12 +165,12 @@ def save_linked(
             folders.append(make_folder(directory, checkpoint_id, target))
         where = {name: directories.index(path.parents[1]) for name, path in sources.items()}
         num_copied = link_files({path: folders[where[n]] / n for n, path in sources.items()})
-        seals = {place.name: place.seal for place, _ in parts.places}
+        known = {place.name: place for place, _ in parts.places}
         manifest = Manifest(
             checkpoint_id=checkpoint_id,
             home=str(target),
             directories=tuple((os.path.relpath(d, target.parent), str(d)) for d in directories),
-            files={n: _page_file(where[n], store.size(n), seals[n]) for n in names},
+            files={n: _page_file(where[n], store.size(n), known[n]) for n in names},
             tensors=tuple(
                 TensorPlace(p.name, p.offset, t.dtype, tuple(t.shape), tuple(t.stride()))
                 for p, t in parts.places
@@ -204,9 +208,9 @@ def save_linked(
     return manifest
 
 
-def _page_file(directory: int, nbytes: int, seal: Seal) -> PageFile:
-    file = PageFile(directory, nbytes, seal.pieces, seal.sums)
-    assert file.num_blocks == len(seal.sums), (file.num_blocks, len(seal.sums))
+def _page_file(directory: int, nbytes: int, place: Place) -> PageFile:
+    file = PageFile(directory, nbytes, place.seal.pieces, place.seal.sums, place.coding)
+    assert file.num_blocks == len(file.sums), (file.num_blocks, len(file.sums))
     return file
 
 
@@ -246,7 +250,7 @@ def load_linked(path: Path, places: Iterable[Path], weights_only: bool) -> dict[
     """
     manifest = read_manifest(path, places)
     verify(manifest)
-    mappings = {name: _map(manifest, name) for name in manifest.files}
+    mappings = {name: map_file(manifest, name) for name in manifest.files}
     try:
         rest = torch.load(
             manifest.rest_path, map_location="cpu", mmap=True, weights_only=weights_only
@@ -301,16 +305,6 @@ def _run_state(folder: Path) -> dict[str, bytes] | None:
             str(path),
         )
     return {"state": data[start:], "buffers": read_file(folder / _BUFFERS_NAME)}
-
-
-def _map(manifest: Manifest, name: str) -> PrivateMapping:
-    fd = open_page_file(manifest, name)
-    try:
-        return PrivateMapping.of_file(fd, HEADER_BYTES, manifest.files[name].nbytes)
-    except OSError as error:
-        raise storage_error(error, "cannot map", str(manifest.path_of(name))) from error
-    finally:
-        os.close(fd)
 
 
 def _view(place: TensorPlace, mapping: PrivateMapping) -> torch.Tensor:

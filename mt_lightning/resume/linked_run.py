@@ -60,7 +60,8 @@ class LinkedCheckpoints:
         """Put the state at the end of a step beside the checkpoints saved since it was taken."""
         self._last = (step, state)
         for saved_at, manifest in self._waiting:
-            if saved_at == step and state is not None:
+            # One that was written over since is gone.
+            if saved_at == step and state is not None and manifest.folders[0].is_dir():
                 add_run_state(manifest, state, self._kept)
         self._waiting.clear()
 

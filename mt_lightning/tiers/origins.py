@@ -15,11 +15,12 @@ import ctypes
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
+from mt_lightning.tiers.coding import Coding, coded_plane_of
 from mt_lightning.tiers.mapping import (
     LiveViews,
     PrivateMapping,
@@ -63,12 +64,15 @@ class Place:
         name: The payload.
         offset: First byte of the tensor in it.
         seal: The checksums of the payload.
+        coding: How the payload expands, where it is coded; the offset is then one of the plain
+            plane.
     """
 
     store: FileStore
     name: str
     offset: int
     seal: Seal
+    coding: Coding | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +158,13 @@ class Origins:
         Raises:
             StorageError: The kernel does not tell which mapped bytes were written to.
         """
+        plane = coded_plane_of(tensor)
+        if plane is not None:
+            place = self.locate(plane.shown)
+            if place is None:
+                return None
+            offset = tensor.storage_offset() * tensor.element_size()
+            return replace(place, offset=offset, coding=plane.coding)
         span = _span_bytes(tensor)
         if span is None:
             return None

@@ -48,7 +48,7 @@ def verify_file(manifest: Manifest, name: str) -> None:
         buffer = memoryview(bytearray(BLOCK_BYTES))
         for offset, nbytes, expected in manifest.files[name].blocks():
             block = buffer[:nbytes]
-            _fill(fd, HEADER_BYTES + offset, block, path)
+            fill(fd, HEADER_BYTES + offset, block, path)
             found = xxhash.xxh3_64_intdigest(block)
             if found != expected:
                 raise CorruptPageError(
@@ -87,7 +87,7 @@ def sum_of_file(fd: int, path: Path) -> int:
     left = os.fstat(fd).st_size
     while left:
         block = buffer[: min(left, BLOCK_BYTES)]
-        _fill(fd, at, block, path)
+        fill(fd, at, block, path)
         digest.update(block)
         at, left = at + block.nbytes, left - block.nbytes
     return digest.intdigest()
@@ -145,13 +145,14 @@ def read_file(path: Path) -> bytes:
     fd = open_regular(path)
     try:
         data = bytearray(os.fstat(fd).st_size)
-        _fill(fd, 0, memoryview(data), path)
+        fill(fd, 0, memoryview(data), path)
         return bytes(data)
     finally:
         os.close(fd)
 
 
-def _fill(fd: int, offset: int, block: memoryview, path: Path) -> None:
+def fill(fd: int, offset: int, block: memoryview, path: str | os.PathLike[str]) -> None:
+    """Fill a buffer from a file, whole or StorageError."""
     done = 0
     while done < block.nbytes:
         try:

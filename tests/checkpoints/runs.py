@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import mt_lightning as mt
-from mt_lightning.tiers.manifest import Manifest, read_manifest
+from mt_lightning.tiers.manifest import Manifest
+from mt_lightning.tiers.manifest_reader import read_manifest
 
 VOCAB, WIDTH = 50, 32
 

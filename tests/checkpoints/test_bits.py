@@ -38,7 +38,8 @@ def test_both_formats_hold_the_same_and_go_on_to_the_same_bits(tmp_path: Path, k
     path, plain = tmp_path / "linked.ckpt", tmp_path / "plain.ckpt"
     trainer.save_checkpoint(path)
     standard.save_checkpoint(trainer._checkpoint_connector.dump_checkpoint(False), plain)
-    assert len(manifest_of(path).tensors) > 20
+    manifest = manifest_of(path)
+    assert len(manifest.tensors) > 20
     found = standard.load_checkpoint(path)
     found.pop("megatrain_run")
     assert_same_tree(found, standard.load_checkpoint(plain))
@@ -82,6 +83,42 @@ def test_it_goes_on_exactly_from_the_middle_of_an_epoch(
         paged_run(tmp_path / "b"), workers=workers, seed=99, ckpt_path=path, more_callbacks=[saving]
     )
     assert assert_goes_on_as(expected, second) == stop
+
+
+def test_coded_state_stays_coded(tmp_path: Path) -> None:
+    class Saving(Net):
+        def on_train_batch_end(self, *_: Any) -> None:
+            if self.global_step == 4:
+                self.trainer.save_checkpoint(tmp_path / "some.ckpt")
+                self.trainer.save_checkpoint(tmp_path / "again.ckpt")
+
+    lossless = {"optimizer_compression": "lossless"}
+    straight = fit(tmp_path, paged(tmp_path / "a", **lossless), module=Saving(), io=linked())
+    manifest = manifest_of(tmp_path / "some.ckpt")
+    coded = [file for file in manifest.files.values() if file.coding is not None]
+    assert len(coded) == sum(".state." in name for name in manifest.files) > 3
+    goes_on = fit(tmp_path, paged(tmp_path / "b", **lossless), ckpt_path=tmp_path / "some.ckpt")
+    assert_same_tree(end_of(goes_on), end_of(straight))
+    io = mt.PagedCheckpointIO()
+    io.remove_checkpoint(tmp_path / "some.ckpt")
+    plain = io.load_checkpoint(tmp_path / "again.ckpt")["optimizer_states"][0]["state"]
+    four = end_of(fit(tmp_path, "auto", max_steps=4))["state"][0]
+    assert_same_tree(plain, four)
+
+
+def test_a_hook_that_reads_coded_state_is_told(tmp_path: Path) -> None:
+    class Reading(Net):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            (state,) = checkpoint["optimizer_states"]
+            state["state"][0]["exp_avg"] = state["state"][0]["exp_avg"] + 1
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.trainer.save_checkpoint(tmp_path / "some.ckpt")
+
+    strategy = paged(tmp_path / "a", optimizer_compression="lossless")
+    with pytest.raises(mt.ConfigError, match="without data"):
+        fit(tmp_path, strategy, module=Reading(), io=linked())
+    assert not (tmp_path / "some.ckpt").exists()
 
 
 def test_weights_alone(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import pytest
 import torch
 
 import mt_lightning as mt
+from mt_lightning.plugins import linked as linked_module
 from mt_lightning.tiers import checkpoint_files
 from mt_lightning.tiers.checkpoint_files import FOLDER, MARKER, folders_in
+from mt_lightning.tiers.origins import Seal
+from mt_lightning.tiers.store import FileStore
 from mt_lightning.tiers.verify import verify
 
 from .runs import Net, assert_same_tree, end_of, fit, linked, manifest_of, paged, saved
@@ -200,3 +204,30 @@ def test_max_disk_gb_counts_what_checkpoints_keep(tmp_path: Path) -> None:
             tmp_path,
             paged(tmp_path / "pages", max_disk_gb=1.2 * most / 1.7, on_existing="overwrite"),
         )
+
+
+@pytest.mark.parametrize("moment", ["link_files", "_write_rest", "write_file", "finish"])
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, moment: str) -> None:
+    path = saved(tmp_path)
+    gc.collect()
+    child = os.fork()
+    if not child:
+        try:
+            setattr(linked_module, moment, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+            held = folders_in(tmp_path / "pages")[0]
+            store = FileStore([tmp_path / "pages"])
+            name = next(file.name for file in held.glob("*.weight.*"))
+            nbytes = store.size(name)
+            mapping = store.map_private(name, 0, nbytes)
+            sums = manifest_of(path).files[name].sums
+            mapping.views.seal = Seal(((0, nbytes),), sums)
+            tensor = mapping.tensor(0, 4096)
+            linked().save_checkpoint({"global_step": 7, "state_dict": {"a": tensor}}, path)
+        finally:
+            os._exit(1)
+    assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
+    fit(tmp_path, paged(tmp_path / "pages", on_existing="overwrite"), max_steps=1)
+    step = 7 if moment == "finish" else 6
+    assert linked().load_checkpoint(path)["global_step"] == step
+    assert [f.name for f in folders_in(tmp_path / "pages")] == [manifest_of(path).checkpoint_id]
+    assert not list((tmp_path / "pages" / FOLDER).glob(f"*/{MARKER}"))

@@ -54,6 +54,7 @@ def test_every_group_is_here() -> None:
         "trainer": ["default", "smoke"],
         "callbacks": ["default", "none", "report"],
         "logger": ["csv", "none"],
+        "checkpoints": ["linked", "none", "standard"],
         "experiment": ["tiny_sgd"],
     }
 

@@ -55,7 +55,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         optimizer_compression: How optimizer state is kept. False: as it is. "lossless": every bit,
             with about 5/6 of the bytes read and written. True: 2-8 bits per value, lossy, for
             `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
-        layer_major: Order of accumulation; "auto" means False in this version.
+        layer_major: Run accumulated batches unit by unit; "auto" means False in this version.
         recompute: Recompute activations in backward; "auto" means True in this version.
         durability: Commit each "step", or at each "checkpoint" and every 5 minutes; or "auto".
         nonfinite: What a NaN or infinite gradient does: "propagate" (as plain Lightning),

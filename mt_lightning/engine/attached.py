@@ -11,11 +11,14 @@ from torch import nn
 from torch.profiler import record_function
 
 from mt_lightning.engine.exchange import give_state, take_state
+from mt_lightning.engine.first_step import listed, report_first_step
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.undo import refuse_lost, undo_partial_step
 from mt_lightning.engine.units import Unit
+from mt_lightning.engine.window.sums import WindowSums
+from mt_lightning.engine.window.window import Window
 from mt_lightning.errors import StepError
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
@@ -49,12 +52,22 @@ class Attached:
         self._whole: list[Page] = []
         self.num_lost = 0
         """Finished steps that a step which broke off took along."""
+        self.window: Window | None = None
         run.pool.relieve = self._relieve
 
     # -- forward and backward ---------------------------------------------------------------------
-    def enter(self, unit: Unit, *, backward: bool) -> None:
+    def arrive(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Wait for a unit's turn; called by executors."""
+        return (args, kwargs) if self.window is None else self.window.arrive(unit, args, kwargs)
+
+    def enter(self, unit: Unit, *, backward: bool, start: int = 0) -> None:
         """Bring a unit's pages up to date and bind them; called by executors."""
         self._end_dead_backward()
+        if self.window is not None and self._holds(unit, backward=backward):
+            self.window.enter_again(unit, backward=backward)
+            return
         run, table = self.run, self.run.build.table
         order = run.orders[backward or torch.is_grad_enabled()]
         phase = "rebind" if backward else "bind"
@@ -68,6 +81,8 @@ class Attached:
                 self._begin_backward()
                 self._end_lingering()
                 self._complete(self._whole)
+                if self.window is not None:
+                    self.window.passed(start)
                 run.steps.submit_ready()
             order.observe(unit.index)
             pages = [table[index] for index in unit.pages]
@@ -77,7 +92,7 @@ class Attached:
             entries = [run.pool.pin(page) for page in pages]
             if backward:
                 for page in pages:
-                    run.gradients.expect(page)
+                    (self._sums or run.gradients).expect(page)
             with self._stats.timing("stall_read_s", self._machine.clock):
                 for entry in entries:
                     entry.wait()
@@ -102,9 +117,22 @@ class Attached:
         for entry in kept:
             run.pool.release(entry)
 
-    def executed(self, unit: Unit, start: int, stop: int) -> None:
+    @property
+    def _sums(self) -> WindowSums | None:
+        return self.window.sums if self.window is not None else None
+
+    def _holds(self, unit: Unit, *, backward: bool) -> bool:
+        """Return whether a unit is bound already, for all micro-batches of a window."""
+        if self.window is None or self.window.sums is None:
+            return False
+        again = backward and bool(self._lingering) and self._lingering[-1] is unit
+        return again or self.window.unit is unit
+
+    def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None:
         """Take note of the autograd nodes that an execution of a unit made."""
         self.run.usage.executed(unit, start, stop)
+        if self.window is not None:
+            self.window.executed(unit, start, counted=counted)
 
     def leave(self, unit: Unit, *, backward: bool) -> None:
         """Let go of a unit's pages.
@@ -112,6 +140,8 @@ class Attached:
         After a replay they stay bound until the next unit enters: a checkpoint inside the unit (as
         transformers' layers have) replays its part only after ours has returned.
         """
+        if self._holds(unit, backward=backward):
+            return
         if backward:
             self._lingering.append(unit)
         else:
@@ -150,7 +180,8 @@ class Attached:
             self._end_backward()
 
     def _begin_backward(self) -> None:
-        if not self._in_backward:
+        # A window hands on gradients between two backwards, whose end nobody would announce.
+        if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self.run.steps.before_backward()
@@ -183,6 +214,9 @@ class Attached:
                 raise StepError(f"{name} was given to its optimizer after the start. {_ADDED}")
             return
         run.steps.check_open(page, name)
+        if self._sums is not None:
+            self._sums.add(page, param, grad)
+            return
         needed = sum(p.requires_grad for p in run.build.members[page.index].params)
         if run.gradients.arrive(page, param, grad, needed):
             self._whole.append(page)
@@ -215,7 +249,7 @@ class Attached:
             raise StepError(
                 f"read outside the forward of their modules, where weights are not in memory "
                 f"(a penalty "
-                f"over all parameters, or a functional call, does that): {_list(outside)}. "
+                f"over all parameters, or a functional call, does that): {listed(outside)}. "
                 f"Nothing was "
                 "changed. Use the optimizer's weight_decay for a penalty, or name the class of the "
                 "module that reads the weights in units=[...]."
@@ -251,7 +285,7 @@ class Attached:
         self._parking.forget_dead()
         run = self.run
         if self._stats.steps:
-            self._report_first_step()
+            report_first_step(self.run)
         applied = run.steps.step(optimizer)
         run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
         run.binder.used.update(run.build.resident)
@@ -283,42 +317,7 @@ class Attached:
             self.run.writer.flush()
             self.run.steps.commit_now(weights=True)
         if self._stats.steps:
-            self._report_first_step()
-
-    def _report_first_step(self) -> None:
-        """Say once what the first step did to the parameters."""
-        check = self.run.end_checking()
-        if check is None:
-            return
-        trained = [
-            spec.name
-            for steps in self.run.steps.trained
-            for page in steps.pages
-            for spec in page.layout.params
-            if spec.numel
-        ]
-        still = set(trained) - check.got
-        if still:
-            log.warning(
-                "no gradient reached %d parameter(s) in the first step: %s",
-                len(still),
-                _list(still),
-            )
-        hypers = [t.first_hyper for t in self.run.steps.trained if t.first_hyper is not None]
-        rates = [group["lr"] for hyper in hypers for group in hyper.groups if "lr" in group]
-        unchanged = check.pushed - check.changed
-        if unchanged and any(float(rate) for rate in rates):
-            log.warning(
-                "the first step left %d parameter(s) as they were although they got a gradient: %s",
-                len(unchanged),
-                _list(unchanged),
-            )
-        if check.nonfinite:
-            log.error(
-                "the first step made %d parameter(s) NaN or infinite from finite gradients: %s",
-                len(check.nonfinite),
-                _list(check.nonfinite),
-            )
+            report_first_step(self.run)
 
     # -- what user code sees ----------------------------------------------------------------------
 
@@ -385,8 +384,3 @@ _ADDED = (
 
 def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _list(names: set[str], most: int = 12) -> str:
-    shown = ", ".join(sorted(names)[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

@@ -35,6 +35,10 @@ class Binder:
             [placeholder(s.shape, s.dtype, torch.device("cpu")) for s in page.layout.params]
             for page in build.table
         ]
+        self._others = [
+            [placeholder(s.shape, _another(s.dtype), torch.device("cpu")) for s in p.layout.params]
+            for p in build.table
+        ]
         self._depth = [0] * len(build.table)
         self._planes: dict[int, torch.Tensor] = {}
         self._leaving: list[torch.Tensor] = []
@@ -92,6 +96,19 @@ class Binder:
         for param, spec in zip(self._members[page.index].params, page.layout.params, strict=True):
             param.data = spec.view(plane)
 
+    def renew(self, page: Page) -> None:
+        """Let the next execution have accumulators of its own for the page's gradients.
+
+        Autograd forgets the accumulator of a parameter whose dtype changes; those that it has put
+        into graphs live on with them.
+        """
+        params = self._members[page.index].params
+        for param, other in zip(params, self._others[page.index], strict=True):
+            if param.requires_grad:
+                data = param.data
+                param.data = other
+                param.data = data
+
     def unbind(self, page: Page) -> None:
         """Undo one `bind`; the last one puts placeholders back."""
         self._depth[page.index] -= 1
@@ -138,6 +155,10 @@ class Binder:
             else:
                 self._link.retire(plane)
         self._leaving = waiting
+
+
+def _another(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype != torch.float64 else torch.float32
 
 
 def _owners(root: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -228,6 +228,7 @@ class Engine:
             directories=self.machine.directories,
             schedule=schedule,
             micro_batches=micro_batches,
+            layer_major=self.options.layer_major is True and micro_batches != 1,
             trains=bool(optimizers),
             in_memory=self.machine.in_memory,
         )

@@ -32,11 +32,20 @@ _INTERNAL = ("_parameters", "_buffers", "_modules")
 class Host(Protocol):
     """What an executor asks of the engine."""
 
-    def enter(self, unit: Unit, *, backward: bool) -> None:
-        """Bind the unit's pages."""
+    def arrive(
+        self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Wait for the unit's turn; return the arguments to run it with."""
+        ...
 
-    def executed(self, unit: Unit, start: int, stop: int) -> None:
-        """Take note of the autograd nodes that an execution made, by sequence number."""
+    def enter(self, unit: Unit, *, backward: bool, start: int = 0) -> None:
+        """Bind the unit's pages; in backward, `start` numbers the execution's first node."""
+
+    def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None:
+        """Take note of the autograd nodes that an execution made, by sequence number.
+
+        `counted` says whether it changed buffers.
+        """
 
     def leave(self, unit: Unit, *, backward: bool) -> None:
         """Release them; after a replay they may stay bound until the next unit enters."""
@@ -76,6 +85,7 @@ class Executor:
     def _run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
+        args, kwargs = self._host.arrive(self._unit, args, kwargs)
         if not torch.is_grad_enabled():
             self._host.enter(self._unit, backward=False)
             cache = torch.is_autocast_cache_enabled()
@@ -113,6 +123,7 @@ class _Execution:
         self._forward = forward
         self._kwargs = kwargs
         self.dtype = torch.get_default_dtype()
+        self.start = 0
         self.replaying = False
         self.before: _ModuleState | None = None
         self._versions = [
@@ -159,7 +170,7 @@ class _Bound:
 
     def __enter__(self) -> None:
         run = self._execution
-        run.host.enter(run.unit, backward=self.backward)
+        run.host.enter(run.unit, backward=self.backward, start=run.start)
         self._cache.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         self.begin(run)
@@ -180,13 +191,14 @@ class _Bound:
 class _First(_Bound):
     def begin(self, run: _Execution) -> None:
         run.before = _ModuleState(run.modules)
-        self._start = next_sequence_number()
+        run.start = next_sequence_number()
 
     def end(self, run: _Execution) -> None:
-        run.host.executed(run.unit, self._start, next_sequence_number())
         assert run.before is not None
-        if not run.before.buffers_changed():
+        counted = run.before.buffers_changed()
+        if not counted:
             run.before.drop_buffers()
+        run.host.executed(run.unit, run.start, next_sequence_number(), counted=counted)
 
 
 class _Replay(_Bound):

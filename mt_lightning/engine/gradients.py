@@ -134,6 +134,31 @@ class Gradients:
             reservation.free()
         return took_in
 
+    def is_open(self, page: Page) -> bool:
+        """Return whether all that `page` holds is in RAM, with room for its whole gradient."""
+        held = self._grads.get(page.index)
+        reserved = page.index in self._resident or not page.layout.grad_bytes
+        return held is not None and not held.spill.present and (reserved or bool(held.reservations))
+
+    def open(self, page: Page) -> PageGrads:
+        """Return what `page` holds, having reserved its whole gradient."""
+        nbytes = page.layout.grad_bytes
+        held = self._grads.setdefault(page.index, PageGrads([None] * len(page.layout.params)))
+        if nbytes and page.index not in self._resident and not held.reservations:
+            what = f"the gradients of page {page.layout.key} ({', '.join(page.layout.units)})"
+            held.reservations.append(self._pool.reserve(nbytes, "gradients", what))
+        return held
+
+    def add(self, page: Page, param: int, grad: torch.Tensor) -> None:
+        """Add a gradient to what the open `page` holds."""
+        held = self._grads[page.index]
+        grad = self._link.done(self._link.download(grad))
+        mine = held.ram[param]
+        if mine is None:
+            held.ram[param] = _own(grad, page.layout.params[param])
+        else:
+            mine.add_(grad)
+
     def unfinished(self) -> list[Page]:
         """Return pages whose backward has not been completed, in order of first arrival."""
         return [self._table[index] for index in dict.fromkeys((*self._arriving, *self._expected))]
@@ -162,6 +187,8 @@ class Gradients:
     def take(self, page: Page) -> PageGrads | None:
         """Hand over everything the page holds."""
         held = self._grads.pop(page.index, None)
+        if held is not None and held.empty:
+            held.free()
         return None if held is None or held.empty else held
 
     def check_cleared(self, page: Page) -> None:

@@ -40,7 +40,8 @@ class Options:
     bytes read and written. True: 2-8 bits per value, for Adam and AdamW. A format: that one."""
 
     layer_major: bool | Literal["auto"] = "auto"
-    """Order of accumulation; "auto" means False in this version."""
+    """Run accumulated batches through the model unit by unit, so that weights are read twice per
+    step however many they are; "auto" means False in this version."""
 
     recompute: bool | Literal["auto"] = "auto"
     """Recompute activations in backward; "auto" means True in this version."""
@@ -77,7 +78,6 @@ class Options:
                 f"disk_full_timeout_s={wait!r}: give seconds, 0 to fail at once, or infinity."
             )
         _choice("optimizer_compression", self.optimizer_compression, COMPRESSIONS)
-        _later("layer_major", self.layer_major, ("auto", False))
         _later("recompute", self.recompute, ("auto", True))
         if self.offload_dir is not None:
             _names(

@@ -55,6 +55,7 @@ class Plan:
         keeps_weights: Whether updates leave weights in RAM until they are committed.
         commit_bytes: What a commit writes on top of what the steps have written.
         in_ram: Whether weights, gradients and state all stay in RAM.
+        window_bytes: Room for the inputs of units that run for several micro-batches in turn.
     """
 
     num_units: int
@@ -86,6 +87,7 @@ class Plan:
     keeps_weights: bool = False
     commit_bytes: int = 0
     in_ram: bool = False
+    window_bytes: int = 0
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
@@ -123,6 +125,7 @@ def make_plan(
     in_memory: bool,
     micro_batches: int = 1,
     durability: str = "step",
+    layer_major: bool = False,
 ) -> Plan:
     """Decide what stays in RAM.
 
@@ -136,6 +139,7 @@ def make_plan(
         in_memory: Whether the files lie in memory and are charged to the budget.
         micro_batches: How many are accumulated, for the expected bytes of a step.
         durability: "step", or "checkpoint": then what stays in RAM is written by commits alone.
+        layer_major: Whether they run unit by unit.
 
     Raises:
         BudgetError: The budget is too small; `smallest_gb` on the error is one that works.
@@ -165,6 +169,10 @@ def make_plan(
             (page.index, c.index) for page in resident for c in page.state_layout.chunks if c.nbytes
         ]
         fixed += sum(align_up(c.nbytes) for page in resident for c in page.state_layout.chunks)
+    if layer_major:
+        # Each micro-batch's gradient of a parameter lies beside the sum of those before it.
+        fixed += max((s.nbytes for page in trained for s in page.layout.params), default=0)
+        micro_batches = 1
     needs = [(_unit_need(unit, build, trains), unit.name) for unit in build.units]
     need, largest = max(needs, default=(0, "parameters outside units"))
     minimum = fixed + need
@@ -187,6 +195,9 @@ def make_plan(
                 cached.append((page.index, c.index))
                 room -= align_up(c.nbytes)
                 cached_bytes += c.nbytes
+    window_bytes = ram_limit_bytes - minimum - cached_bytes
+    if schedule == "deferred":
+        window_bytes -= sum(p.layout.grad_bytes for p in trained if p.index not in spilled)
     spilled_bytes = sum(build.table[index].layout.nbytes for index in spilled)
     lazy = durability == "checkpoint"
     kept = {key for key in cached if lazy}
@@ -233,6 +244,7 @@ def make_plan(
         written_bytes=updated_bytes * (not keeps_weights)
         + int(share * (sum(page.state_layout.plain_bytes for page in updated) - kept_bytes))
         + spilled_bytes * num_spills,
+        window_bytes=window_bytes,
         durability=durability,
         keeps_weights=keeps_weights,
         commit_bytes=updated_bytes * keeps_weights + int(share * kept_bytes),

@@ -49,6 +49,7 @@ class Runtime:
     ring: Ring
     streams: Ring
     usage: Usage
+    spiller: Spiller
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
 
@@ -138,6 +139,7 @@ def start(
         ring=ring,
         streams=streams,
         usage=Usage(build),
+        spiller=spiller,
         held=held,
         resident=[],
     )

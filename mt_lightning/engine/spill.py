@@ -104,13 +104,22 @@ class Spiller:
         self._add_sum(page, grads)
         if page.state_layout.sliced or not grads.spill.present:
             return
-        missing = [i for i in grads.spill.present if grads.ram[i] is None]
+        self._read_back(page, grads, [i for i in grads.spill.present if grads.ram[i] is None])
+
+    def _read_back(self, page: Page, grads: PageGrads, missing: list[int]) -> None:
         for i in missing:
             spec = page.layout.params[i]
             stride = spec.stride if spec.dense else torch.empty(spec.shape, device="meta").stride()
             grads.ram[i] = torch.empty_strided(spec.shape, stride, dtype=spec.dtype)
         for stored, part in self._sums(page, grads, missing):
             part.copy_(stored)
+
+    def fetch(self, page: Page, grads: PageGrads) -> None:
+        """Bring everything on disk back to RAM; nothing is on disk afterwards."""
+        self._add_sum(page, grads)
+        missing = [i for i in grads.spill.present if grads.ram[i] is None]
+        self._read_back(page, grads, missing)
+        grads.spill = Spill()
 
     def stage(self, page: Page, grads: PageGrads, chunk: Chunk) -> Frame | None:
         """Read one slice of gradients, where some are only on disk; give back with `release`."""

@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.kept import keep
 from mt_lightning.errors import ConfigError
+from mt_lightning.layer_major.loop import LayerMajor
 from mt_lightning.plugins.linked import RUN_STATE
 from mt_lightning.resume.buffers import Buffers
 from mt_lightning.resume.description import DESCRIPTION_KEY, describe
@@ -57,6 +58,7 @@ class RunKeeper:
         self._last: dict[str, Any] | None = None
         self._max_steps: int | None = None
         self._checkpoints = LinkedCheckpoints(trainer, engine, self._buffers.name)
+        self._order = LayerMajor(trainer, engine)
         engine.follow()
 
     def begin(self) -> None:
@@ -106,6 +108,7 @@ class RunKeeper:
         loop.__dict__.update(
             on_run_start=on_run_start, advance=take_batch, on_advance_end=on_advance_end
         )
+        self._order.attach()
         if self._state is not None:
             check_resumable(self._trainer.fit_loop._data_fetcher)
 
@@ -182,6 +185,7 @@ class RunKeeper:
 
     def detach(self) -> None:
         """Leave the loops alone."""
+        self._order.detach()
         self._restore_limit()
         loop = self._trainer.fit_loop.epoch_loop
         for name in _PATCHED:

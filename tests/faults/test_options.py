@@ -21,7 +21,7 @@ WRONG: list[tuple[str, Any]] = [
     *[("on_existing", value) for value in ("Resume", "delete", None, True, 1, "")],
     *[("durability", value) for value in ("always", "never", None, 1)],
     *[("nonfinite", value) for value in ("ignore", None, True, "")],
-    *[("layer_major", value) for value in (True, "yes", 0, 1, None)],
+    *[("layer_major", value) for value in ("yes", 0, 1, None)],
     *[("recompute", value) for value in (False, "no", 1, None)],
     *[("optimizer_compression", value) for value in ("int8", "auto", None, 8, 1, "r1")],
     *[("units", value) for value in ([], (), "", [""], 5, [5], nn.Linear, [nn.Linear], {"a": 1})],

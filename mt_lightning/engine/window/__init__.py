@@ -1,0 +1,1 @@
+"""The micro-batches of one step, run unit by unit instead of one after the other."""

@@ -1,0 +1,119 @@
+"""What steps have shown of themselves: the order of units, the size of inputs, random draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from mt_lightning.engine.units import Unit
+
+_LONGEST = 1 << 14
+"""Steps that never repeat their order would make it longer and longer."""
+
+
+class Learned:
+    """Watches steps and expects the next ones to be alike; a wrong guess costs time only."""
+
+    def __init__(self) -> None:
+        self.order: list[int] = []
+        """The units of all steps in one order, by index."""
+        self._draws: dict[Any, int | None] = {}
+        self._bytes: dict[Any, int] = {}
+        self._ratio = 0.0
+        self._visited: list[int] = []
+        self._shapes: Any = None
+        self._inputs = Inputs()
+
+    def begin(self) -> None:
+        """A step begins that runs in one go."""
+        self._visited, self._shapes, self._inputs = [], None, Inputs()
+
+    def visit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """It enters a unit."""
+        if not self._visited:
+            self._shapes = shapes_of(args, kwargs)
+        self._visited.append(unit.index)
+        self._inputs.add(args, kwargs)
+
+    def end(self, draws: int | None) -> None:
+        """It ended, having drawn that many random numbers."""
+        self.saw(self._shapes, self._visited, self._inputs.num_bytes, draws)
+
+    def saw(self, shapes: Any, visited: list[int], num_bytes: int, draws: int | None) -> None:
+        """Take note of a step.
+
+        Args:
+            shapes: Those of what its first unit received.
+            visited: Units in the order they were entered, by index.
+            num_bytes: Bytes that all its units received.
+            draws: How many random numbers it drew, None where nobody can say.
+        """
+        self._draws[shapes], self._bytes[shapes] = draws, num_bytes
+        self._ratio = max(self._ratio, num_bytes / max(1, _numel(shapes)))
+        position = -1
+        for unit in visited:
+            position, _ = self.place(unit, position)
+
+    def draws(self, shapes: Any) -> int | None:
+        """Return how many random numbers such a step is expected to draw."""
+        if shapes in self._draws:
+            return self._draws[shapes]
+        return 0 if not any(self._draws.values()) and None not in self._draws.values() else None
+
+    def num_bytes(self, shapes: Any) -> int:
+        """Return how many bytes its units are expected to receive."""
+        known = self._bytes.get(shapes)
+        return known if known is not None else int(self._ratio * _numel(shapes))
+
+    def place(self, unit: int, after: int) -> tuple[int, bool]:
+        """Return where in the order a step is that enters a unit, having been at `after`.
+
+        A unit that was not expected there is put there: what follows moves on by one.
+
+        Returns:
+            The position, and whether the unit was put there.
+        """
+        if unit in self.order[after + 1 :]:
+            return self.order.index(unit, after + 1), False
+        if len(self.order) > _LONGEST:
+            return after + 1, False
+        self.order.insert(after + 1, unit)
+        return after + 1, True
+
+    @property
+    def last(self) -> int:
+        """The position of the last unit."""
+        return len(self.order) - 1
+
+
+class Inputs:
+    """Counts bytes of tensors, each storage once."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._seen: set[int] = set()
+
+    def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Return the bytes of storages that were not seen before."""
+        before = self.num_bytes
+        for value in tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                storage = value.untyped_storage()
+                if storage.data_ptr() not in self._seen:
+                    self._seen.add(storage.data_ptr())
+                    own = value.numel() * value.element_size()
+                    # A batch may be a view of the whole data set, a mask an expanded scalar.
+                    self.num_bytes += min(own, storage.nbytes())
+        return self.num_bytes - before
+
+
+def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the shapes of all tensors in the arguments of a unit."""
+    leaves = tree_leaves((args, kwargs))
+    return tuple(tuple(value.shape) for value in leaves if isinstance(value, torch.Tensor))
+
+
+def _numel(shapes: Any) -> int:
+    return max((torch.Size(shape).numel() for shape in shapes or ()), default=0)

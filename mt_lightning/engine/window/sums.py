@@ -1,0 +1,91 @@
+"""The gradients of a window: each micro-batch's is added as it comes, in the usual order.
+
+[Note: one accumulator for each execution]
+Autograd would add up the gradients of all executions of a parameter before it hands over the sum.
+That is another order of additions than that of the usual order as soon as an execution uses a
+parameter twice, or something is held from before. So each execution gets an accumulator of its own
+(see `Binder.renew`), and its gradient comes here alone.
+
+[Note: when a page has all its gradients]
+Autograd runs younger nodes first. Once it runs a unit whose nodes are older than all those of the
+executions that read a page, no gradient of that page is left to come.
+
+[Note: resident parameters]
+They are used between units, and before the first one, where the first micro-batch runs first: their
+gradients come in any order. They are small, so each micro-batch's is kept and added in the end.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from mt_lightning.engine.runtime import Runtime
+from mt_lightning.engine.units import Unit
+from mt_lightning.pages.table import Page
+
+_SMALL_BYTES = 1 << 20
+
+
+class WindowSums:
+    """Collects the gradients of one group of micro-batches."""
+
+    def __init__(self, run: Runtime) -> None:
+        self._run = run
+        self._first: dict[int, int] = {}
+        """Number of the oldest node of all executions that read a page."""
+        self._open: dict[int, Page] = {}
+        self._resident = set(run.build.resident)
+        self._own: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
+        """Gradients of small resident parameters, by page and position, then by micro-batch."""
+        self.owner = 0
+        """The micro-batch whose gradient comes next, for resident parameters."""
+
+    def executed(self, unit: Unit, start: int) -> None:
+        """Take note that a unit was executed; its nodes have numbers from `start` on."""
+        for index in unit.pages:
+            self._first[index] = min(start, self._first.get(index, start))
+
+    def expect(self, page: Page) -> None:
+        """Make room for the gradient of `page`, and bring what is held on disk back."""
+        self._open[page.index] = page
+        run = self._run
+        if run.gradients.is_open(page):
+            return
+        run.worker.retire_page(page.index)
+        held = run.gradients.open(page)
+        if held.spill.present:
+            # Added up on disk, it would be added to the sum of this group, not to its first part.
+            run.worker.submit(lambda: run.spiller.fetch(page, held), page.index, lambda: None)
+            run.worker.retire_page(page.index)
+
+    def add(self, page: Page, param: int, grad: torch.Tensor) -> None:
+        """Add the gradient of one execution."""
+        self.expect(page)
+        if page.index in self._resident and page.layout.grad_bytes <= _SMALL_BYTES:
+            own = self._own.setdefault((page.index, param), {})
+            if self.owner in own:
+                own[self.owner].add_(grad)
+            else:
+                own[self.owner] = grad.clone()
+            return
+        self._run.gradients.add(page, param, grad)
+
+    def passed(self, start: int) -> None:
+        """Complete pages that only younger nodes read."""
+        for index, page in list(self._open.items()):
+            if self._first.get(index, -1) > start:
+                self._complete(page)
+
+    def finish(self) -> None:
+        """Complete everything; backward has ended."""
+        for (index, param), own in self._own.items():
+            for number in sorted(own):
+                self._run.gradients.add(self._run.build.table[index], param, own[number])
+        self._own.clear()
+        for page in list(self._open.values()):
+            self._complete(page)
+        self._first.clear()
+
+    def _complete(self, page: Page) -> None:
+        del self._open[page.index]
+        self._run.steps.on_complete(page)

@@ -1,0 +1,96 @@
+"""What torch keeps for the thread and code expects to find as it left it.
+
+Greenlets share one thread. Whatever a micro-batch sets between two units (grad mode, autocast, a
+saved-tensor hook, a random number drawn) must be there when it goes on, and must not be seen by the
+others. Context variables need no care: every greenlet has its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import overrides
+from torch._C import _autograd  # type: ignore[attr-defined]
+from torch.utils import _python_dispatch
+
+_DEVICES = ("cpu", "cuda")
+
+
+class ThreadState:
+    """The state of the thread at one moment, to be given back later."""
+
+    def __init__(self) -> None:
+        self.rng = torch.get_rng_state()
+        self._grad = torch.is_grad_enabled()
+        self._dtype = torch.get_default_dtype()
+        self._autocast = _autocast()
+        self._cache = torch.is_autocast_cache_enabled()
+        # There is no way to read the depth but to change it.
+        self._depth = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        self._hooks = _take_saved_tensor_hooks()
+        self._dispatch = _take(_python_dispatch._pop_mode, torch._C._len_torch_dispatch_stack)
+        self._functions = _take(overrides._pop_mode, torch._C._len_torch_function_stack)
+
+    @classmethod
+    def take(cls) -> ThreadState:
+        """Return the state and leave the thread without modes and hooks."""
+        return cls()
+
+    def give(self) -> None:
+        """Set the thread to this state; it has neither modes nor hooks."""
+        for mode in self._functions:
+            overrides._push_mode(mode)
+        for mode in self._dispatch:
+            _python_dispatch._push_mode(mode)
+        for pack, unpack in self._hooks:
+            _autograd._push_saved_tensors_default_hooks(pack, unpack)
+        _set_autocast_depth(self._depth)
+        torch.set_autocast_cache_enabled(self._cache)
+        if self._autocast != _autocast():
+            for device, enabled, dtype in self._autocast:
+                torch.set_autocast_enabled(device, enabled)
+                torch.set_autocast_dtype(device, dtype)
+        if self._dtype != torch.get_default_dtype():
+            torch.set_default_dtype(self._dtype)
+        torch._C._set_grad_enabled(self._grad)
+        torch.set_rng_state(self.rng)
+
+    @classmethod
+    def copy(cls) -> ThreadState:
+        """Return the state and leave everything as it is."""
+        state = cls()
+        state.give()
+        return state
+
+
+def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+    return [
+        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in _DEVICES
+    ]
+
+
+def _take(pop: Any, count: Any) -> list[Any]:
+    return [pop() for _ in range(count())][::-1]
+
+
+def _take_saved_tensor_hooks() -> list[tuple[Any, Any]]:
+    taken = []
+    while (top := _autograd._top_saved_tensors_default_hooks(True)) is not None:
+        _autograd._pop_saved_tensors_default_hooks()
+        taken.append(top)
+    return taken[::-1]
+
+
+def _set_autocast_depth(depth: int) -> None:
+    now = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    for _ in range(depth - now):
+        torch.autocast_increment_nesting()
+    for _ in range(now - depth):
+        torch.autocast_decrement_nesting()
+    if now != depth:
+        # Casts of one micro-batch would take another one's gradients.
+        torch.clear_autocast_cache()

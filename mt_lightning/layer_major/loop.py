@@ -1,0 +1,241 @@
+"""Ties windows to Lightning's loop: each batch starts its step, the last one runs them all.
+
+[Note: what Lightning sees]
+A batch that does not end a window starts its `training_step`, which stops before the first unit.
+All steps of the window run when the optimizer is due, in the closure that it calls, and in the
+order of their batches as far as their losses, logs and metrics go. What cannot be had is said in
+docs/layer_major.md: the loss of a batch in its own `on_train_batch_end`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.optimization.closure import AbstractClosure
+
+from mt_lightning.engine.engine import Engine
+from mt_lightning.engine.window.draws import count_draws
+from mt_lightning.engine.window.micro import Micro
+from mt_lightning.engine.window.window import Window
+from mt_lightning.errors import ConfigError
+from mt_lightning.layer_major.outputs import NotYet
+from mt_lightning.layer_major.view import BatchView
+
+log = logging.getLogger(__name__)
+
+
+class LayerMajor:
+    """Follows one fit.
+
+    Args:
+        trainer: The trainer.
+        engine: The attached engine.
+
+    Raises:
+        ConfigError: layer_major=True, and the module does something that cannot be followed.
+    """
+
+    def __init__(self, trainer: pl.Trainer, engine: Engine) -> None:
+        self._trainer = trainer
+        self._engine = engine
+        self._insists = engine.options.layer_major is True
+        self._window: Window | None = None
+        self._begun = False
+        """Whether the batches of this window are started, not run."""
+        self._seen = False
+        """Whether a window has run in the usual order, so that it is known what steps do."""
+        self._told_draws = False
+        if self._insists:
+            _refuse(trainer)
+
+    def attach(self) -> None:
+        """Follow the loops; called when training starts."""
+        if not self._insists or not self._trainer.lightning_module.automatic_optimization:
+            return
+        loop = self._trainer.fit_loop.epoch_loop
+        if isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+            raise ConfigError(
+                "layer_major=True cannot follow training_step(self, dataloader_iter), which takes "
+                "its batches itself. Take `batch` instead, or set layer_major=False."
+            )
+        self._window = self._engine.live.window = Window(self._engine.live, self._engine.root)
+        run, on_advance_end = loop.run, loop.on_advance_end
+
+        def run_epoch(fetcher: Any) -> None:
+            try:
+                run(fetcher)
+                # Training was stopped in mid-window; what was started counts for the logs.
+                self._catch_up()
+            except BaseException:
+                self._abandon()
+                raise
+
+        def end_batch(fetcher: Any) -> None:
+            if loop._should_check_val_fx(fetcher):
+                self._catch_up()
+            on_advance_end(fetcher)
+
+        loop.__dict__.update(run=run_epoch, on_advance_end=end_batch)
+        optimization = loop.automatic_optimization
+        optimization.__dict__["run"] = self._run
+
+    def detach(self) -> None:
+        """Leave the loops alone."""
+        self._abandon()
+        self._window = None
+        loop = self._trainer.fit_loop.epoch_loop
+        for name in ("run", "on_advance_end"):
+            loop.__dict__.pop(name, None)
+        loop.automatic_optimization.__dict__.pop("run", None)
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def _run(
+        self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
+    ) -> dict[str, Any]:
+        """Run a batch; takes the place of Lightning's automatic optimization."""
+        loop = self._trainer.fit_loop.epoch_loop
+        optimization, ends = loop.automatic_optimization, not loop._should_accumulate()
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self._begun = self._seen and not ends
+        if not self._begun:
+            outputs = self._run_usual(optimizer, batch_idx, kwargs)
+            self._seen |= ends
+            return outputs
+        assert self._window is not None
+        self._window.learning = False
+        zero_grad = optimization._make_zero_grad_fn(batch_idx, optimizer)
+        micro = self._window.start(partial(self._step, kwargs), BatchView(self._trainer))
+        if zero_grad is not None:
+            with torch.enable_grad():
+                zero_grad()
+        self._make_room()
+        if not ends:
+            return NotYet()
+        closure = _WindowClosure(self, micro)
+        optimization._optimizer_step(batch_idx, closure)
+        self._begun = False
+        result = closure.consume_result()
+        return {} if result.loss is None else result.asdict()
+
+    def _run_usual(
+        self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
+    ) -> dict[str, Any]:
+        optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
+        usual = type(optimization)
+        if self._seen or self._trainer.accumulate_grad_batches == 1:
+            return usual.run(optimization, optimizer, batch_idx, kwargs)
+        assert self._window is not None
+        learned = self._window.learned
+
+        def watched(kwargs: OrderedDict[str, Any]) -> ClosureResult:
+            learned.begin()
+            before = torch.get_rng_state()
+            result = usual._training_step(optimization, kwargs)
+            learned.end(count_draws(before, torch.get_rng_state()))
+            return result
+
+        optimization.__dict__["_training_step"] = watched
+        try:
+            return usual.run(optimization, optimizer, batch_idx, kwargs)
+        finally:
+            del optimization.__dict__["_training_step"]
+
+    def _step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
+        # Not through Lightning's hook: its profiler cannot tell steps that overlap apart.
+        strategy, trainer = self._trainer.strategy, self._trainer
+        with torch.enable_grad():
+            output = strategy.training_step(*kwargs.values())
+            strategy.post_training_step()
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        return optimization.output_result_cls.from_training_step_output(
+            output, trainer.accumulate_grad_batches
+        )
+
+    # -- windows ----------------------------------------------------------------------------------
+
+    def run_window(self, num_micros: int | None = None) -> None:
+        """Run steps that were started, and backward through them."""
+        window, trainer = self._window, self._trainer
+        assert window is not None
+        losses: list[torch.Tensor] = []
+
+        def on_loss(micro: Micro) -> torch.Tensor | None:
+            loss, micro.result.closure_loss = micro.result.closure_loss, None
+            if loss is None:
+                Closure.warning_cache.warn(
+                    "`training_step` returned `None`. If this was on purpose, ignore this "
+                    "warning..."
+                )
+                return None
+            losses.append(loss.detach())
+            trainer.strategy.pre_backward(loss)
+            return trainer.precision_plugin.pre_backward(loss, trainer.lightning_module)
+
+        window.run(num_micros, on_loss)
+        for loss in losses:
+            trainer.precision_plugin.post_backward(loss, trainer.lightning_module)
+            trainer.strategy.post_backward(loss)
+        if window.num_other_draws and not self._told_draws:
+            self._told_draws = True
+            log.warning(
+                "layer_major=True: steps draw different numbers of random numbers, so that dropout "
+                "masks are others than in the usual order (they are as random)."
+            )
+
+    def _make_room(self) -> None:
+        """Run what was started before this batch where it would not fit beside it."""
+        window = self._window
+        assert window is not None
+        if len(window.micros) > 1 and window.num_input_bytes() > self._room_bytes():
+            self.run_window(len(window.micros) - 1)
+
+    def _room_bytes(self) -> int:
+        plan = self._engine.plan
+        assert plan is not None
+        return plan.window_bytes
+
+    def _catch_up(self) -> None:
+        """Run what was started, as far as it goes: somebody is about to look."""
+        if self._window is None or not self._window.micros:
+            return
+        self.run_window()
+        self._trainer._logger_connector.on_batch_end()
+
+    def _abandon(self) -> None:
+        if self._window is not None:
+            self._window.abandon()
+
+
+class _WindowClosure(AbstractClosure[ClosureResult]):
+    """Runs a whole window; the result is that of its last step."""
+
+    def __init__(self, order: LayerMajor, last: Micro) -> None:
+        super().__init__()
+        self._order = order
+        self._last = last
+
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        self._order.run_window()
+        return self._last.result
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        with torch.enable_grad():
+            self._result = self.closure(*args, **kwargs)
+        return self._result.loss
+
+
+def _refuse(trainer: pl.Trainer) -> None:
+    module = trainer.lightning_module
+    if type(module).backward is not pl.LightningModule.backward or "backward" in vars(module):
+        raise ConfigError(
+            "layer_major=True cannot call the module's own backward(): it differentiates all "
+            "batches of a step together. Remove the override, or set layer_major=False."
+        )

@@ -1,0 +1,146 @@
+"""`layer_major=True` gives, bit for bit, what plain Lightning gives by accumulation."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from mt_lightning import MegaTrainStrategy
+from mt_lightning.errors import BudgetError
+
+from . import networks as nets
+from .run import Batch, Subject, assert_same, fit
+
+LENGTHS = [9, 16, 12, 5]
+VARIED = nets.tokens(9, LENGTHS)
+EVEN = nets.tokens(9, [12])
+CASES: dict[str, tuple[Callable[[], nn.Module], list[Batch]]] = {
+    "tiny": (nets.Tiny, VARIED),
+    "branching": (nets.Branching, VARIED),
+    "flag_toggled_around_the_pass": (nets.Flagged, VARIED),
+    "loss_stashed_on_modules": (nets.Stashing, VARIED),
+    "gpt_with_dropout": (nets.zoo_model("gpt", dropout=0.1), EVEN),
+    "qwen3_moe": (nets.zoo_model("qwen3_moe"), VARIED),
+    "mixtral": (nets.zoo_model("mixtral"), VARIED),
+    "packed": (nets.zoo_model("llama"), nets.packed(9)),
+}
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`training_step` returned `None`"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step`"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "lightning.pytorch")
+    torch.set_num_threads(1)
+
+
+def check(directory: Path, make: Any, batches: list[Batch], **settings: Any) -> Any:
+    """Compare both orders; return the strategy of the paged run."""
+    paging = settings.pop("paging", {})
+    expected = fit(directory, make, batches, None, **settings)
+    strategy = MegaTrainStrategy(layer_major=True, **paging)
+    found = fit(directory, make, batches, strategy, **settings)
+    assert_same(expected, found)
+    return strategy
+
+
+@pytest.mark.parametrize("num_accumulated", [1, 2, 3, 4, 7])
+def test_llama_of_varying_lengths(num_accumulated: int, tmp_path: Path) -> None:
+    check(
+        tmp_path,
+        nets.zoo_model("llama"),
+        VARIED,
+        accumulate_grad_batches=num_accumulated,
+        max_epochs=2,
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models(case: str, tmp_path: Path) -> None:
+    check(tmp_path, *CASES[case], accumulate_grad_batches=3, max_epochs=2)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        {"precision": "bf16-mixed"},
+        {"val_check_interval": 2},
+        {"paging": {"optimizer_compression": "lossless"}},
+        {"paging": {"nonfinite": "skip"}},
+        {"max_steps": 4, "max_epochs": 9},
+    ],
+    ids=lambda settings: next(iter(settings)),
+)
+def test_settings(settings: dict[str, Any], tmp_path: Path) -> None:
+    check(
+        tmp_path,
+        nets.Tiny,
+        VARIED,
+        accumulate_grad_batches=4,
+        val_batches=nets.tokens(2, [7], seed=5),
+        **{"max_epochs": 2, **settings},
+    )
+
+
+class Skipping(Subject):
+    """Some steps have no loss, the last one of a window among them."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx in (1, 5, 7) else loss
+
+
+class Detailed(Subject):
+    """Steps return more than a loss, and log before and after it."""
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        assert batch_idx == self.trainer.fit_loop.batch_idx
+        self.log("begun", float(batch_idx), on_step=True, on_epoch=True, batch_size=1)
+        loss = super().training_step(batch, batch_idx)
+        assert batch_idx == self.trainer.fit_loop.batch_idx
+        return {"loss": loss, "number": batch_idx}
+
+
+@pytest.mark.parametrize("subject", [Skipping, Detailed])
+def test_steps(subject: type[Subject], tmp_path: Path) -> None:
+    check(tmp_path, nets.Tiny, VARIED, accumulate_grad_batches=4, max_epochs=2, subject=subject)
+
+
+def frozen() -> nn.Module:
+    network = nets.Tiny()
+    network.embed.requires_grad_(False)
+    network.blocks[1].up.requires_grad_(False)
+    return network
+
+
+def smallest_gb(directory: Path, make: Callable[[], nn.Module], **settings: Any) -> float:
+    strategy = MegaTrainStrategy(layer_major=True, max_ram_gb=1e-5)
+    with pytest.raises(BudgetError) as refusal:
+        fit(directory, make, EVEN, strategy, **settings)
+    assert refusal.value.smallest_gb is not None
+    return refusal.value.smallest_gb
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("more_mib", [0.0, 0.3])
+@pytest.mark.parametrize("make", [functools.partial(nets.Tiny, num_layers=6), frozen])
+def test_small_budgets(
+    make: Callable[[], nn.Module], more_mib: float, clip: float | None, tmp_path: Path
+) -> None:
+    settings = {"accumulate_grad_batches": 4, "gradient_clip_val": clip}
+    max_ram_gb = smallest_gb(tmp_path, make, **settings) + more_mib / 1024
+    strategy = check(tmp_path, make, VARIED, paging={"max_ram_gb": max_ram_gb}, **settings)
+    assert strategy.engine.stats.reloads
+    assert strategy.engine.stats.ram_peak_bytes <= max_ram_gb * 2**30

@@ -58,7 +58,7 @@ class PagedCheckpointIO(TorchCheckpointIO):
             run's checkpoint are mapped page files, so they are streamed from drive to drive;
             Lightning's own plugin would first build the whole file in RAM, twice. "linked": the
             page files get a second name beside the run, and a small manifest says what they are.
-            It takes the same short time whatever the size of the model.
+            The time it takes follows the number of pages, not their bytes.
 
     Raises:
         ConfigError: There is no such format.

@@ -84,7 +84,7 @@ def test_garbage_raises_only_corruption(data: bytes) -> None:
             CommitRecord.from_bytes(candidate)
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(st.data())
 def test_sealed_garbage_raises_only_corruption(data: st.DataObject) -> None:
     changed = bytearray(record(5).to_bytes())

@@ -95,6 +95,16 @@ class LayerMajor:
             loop.__dict__.pop(name, None)
         loop.automatic_optimization.__dict__.pop("run", None)
 
+    def state(self) -> dict[str, Any] | None:
+        """Return what a run that goes on has to know, None where there is nothing."""
+        return self._window.learned.state() if self._window is not None and self._seen else None
+
+    def give(self, state: dict[str, Any] | None) -> None:
+        """Go on where another run has ended; called before the first batch."""
+        if self._window is not None and state is not None:
+            self._window.learned.give(state)
+            self._seen = True
+
     # -- batches ----------------------------------------------------------------------------------
 
     def _run(

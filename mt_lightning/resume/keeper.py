@@ -155,6 +155,7 @@ class RunKeeper:
         self._restore_limit()
         assert self._state is not None
         give_late(self._trainer, self._state, self._position, self._buffers)
+        self._order.give(self._state.get("layer_major"))
         self._last, self._state = self._state, None
 
     def _end_of_batch(self) -> None:
@@ -169,7 +170,12 @@ class RunKeeper:
 
     def _take(self) -> dict[str, Any]:
         state = take(self._trainer, self._position, self._buffers)
-        return {**state, "finished": False, DESCRIPTION_KEY: self._description}
+        return {
+            **state,
+            "layer_major": self._order.state(),
+            "finished": False,
+            DESCRIPTION_KEY: self._description,
+        }
 
     def finish(self) -> None:
         """Take note that training ended as it should: nothing is due any more."""

@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from mt_lightning.engine.units import Unit
 
+_MOST_SHAPES = 1 << 8
 _LONGEST = 1 << 14
 """Steps that never repeat their order would make it longer and longer."""
 
@@ -19,8 +20,10 @@ class Learned:
     def __init__(self) -> None:
         self.order: list[int] = []
         """The units of all steps in one order, by index."""
-        self._draws: dict[Any, int | None] = {}
-        self._bytes: dict[Any, int] = {}
+        self.counted: set[int] = set()
+        """Units that change buffers, by index."""
+        self._steps: dict[Any, tuple[int | None, int]] = {}
+        """Draws and bytes of inputs of the last step with such shapes."""
         self._ratio = 0.0
         self._visited: list[int] = []
         self._shapes: Any = None
@@ -50,7 +53,9 @@ class Learned:
             num_bytes: Bytes that all its units received.
             draws: How many random numbers it drew, None where nobody can say.
         """
-        self._draws[shapes], self._bytes[shapes] = draws, num_bytes
+        if len(self._steps) >= _MOST_SHAPES and shapes not in self._steps:
+            del self._steps[next(iter(self._steps))]
+        self._steps[shapes] = (draws, num_bytes)
         self._ratio = max(self._ratio, num_bytes / max(1, _numel(shapes)))
         position = -1
         for unit in visited:
@@ -58,14 +63,28 @@ class Learned:
 
     def draws(self, shapes: Any) -> int | None:
         """Return how many random numbers such a step is expected to draw."""
-        if shapes in self._draws:
-            return self._draws[shapes]
-        return 0 if not any(self._draws.values()) and None not in self._draws.values() else None
+        if shapes in self._steps:
+            return self._steps[shapes][0]
+        return 0 if all(draws == 0 for draws, _ in self._steps.values()) else None
 
     def num_bytes(self, shapes: Any) -> int:
         """Return how many bytes its units are expected to receive."""
-        known = self._bytes.get(shapes)
-        return known if known is not None else int(self._ratio * _numel(shapes))
+        known = self._steps.get(shapes)
+        return known[1] if known is not None else int(self._ratio * _numel(shapes))
+
+    def state(self) -> dict[str, Any]:
+        """Return everything as plain values, for a run that goes on."""
+        steps = [[shapes, *step] for shapes, step in self._steps.items()]
+        counted = sorted(self.counted)
+        return {"order": self.order, "counted": counted, "steps": steps, "ratio": self._ratio}
+
+    def give(self, state: dict[str, Any]) -> None:
+        """Take in what `state` returned."""
+        self.order, self.counted = list(state["order"]), set(state["counted"])
+        self._steps = {
+            _shapes(shapes): (draws, num_bytes) for shapes, draws, num_bytes in state["steps"]
+        }
+        self._ratio = state["ratio"]
 
     def place(self, unit: int, after: int) -> tuple[int, bool]:
         """Return where in the order a step is that enters a unit, having been at `after`.
@@ -113,6 +132,10 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return the shapes of all tensors in the arguments of a unit."""
     leaves = tree_leaves((args, kwargs))
     return tuple(tuple(value.shape) for value in leaves if isinstance(value, torch.Tensor))
+
+
+def _shapes(kept: Any) -> Any:
+    return None if kept is None else tuple(tuple(shape) for shape in kept)
 
 
 def _numel(shapes: Any) -> int:

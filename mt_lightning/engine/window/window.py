@@ -69,7 +69,6 @@ class Window:
         self._sums: WindowSums | None = None
         self._inputs: list[tuple[int, Reservation]] = []
         self._counters: dict[Micro, Inputs] = {}
-        self._counted: set[int] = set()
         self._num_started = 0
         self._attributes = Attributes(
             list(root.modules()),
@@ -112,7 +111,7 @@ class Window:
         if self._sums is not None:
             self._sums.executed(unit, start)
         if counted:
-            self._counted.add(unit.index)
+            self.learned.counted.add(unit.index)
 
     def passed(self, start: int) -> None:
         """Let go of what only younger nodes than number `start` need; called in backward."""
@@ -218,7 +217,7 @@ class Window:
             together = [micro for micro in waiting if _place_of(micro) == _place_of(first)]
             unit, last = first.unit, first.position >= self.learned.last
             assert unit is not None
-            if not last and unit.index not in self._counted:
+            if not last and unit.index not in self.learned.counted:
                 together.reverse()
             self._host.enter(unit, backward=False)
             self.unit = unit

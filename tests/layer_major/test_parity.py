@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mt_lightning import MegaTrainStrategy
+from mt_lightning.engine.window import tail, window
 from mt_lightning.errors import BudgetError
 
 from . import networks as nets
@@ -144,3 +145,73 @@ def test_small_budgets(
     strategy = check(tmp_path, make, VARIED, paging={"max_ram_gb": max_ram_gb}, **settings)
     assert strategy.engine.stats.reloads
     assert strategy.engine.stats.ram_peak_bytes <= max_ram_gb * 2**30
+
+
+class Tied(nets.Tiny):
+    """Head and table share a parameter: two units add to its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+class CalledTwice(nets.Tiny):
+    """The first block runs once more after the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(self.blocks[0])
+
+
+class Counting(nets.Tiny):
+    """Blocks keep running statistics in buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.Sequential(Channels(64))
+
+
+class Channels(nn.BatchNorm1d):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.flatten(0, 1)).view_as(x)
+
+
+@pytest.mark.parametrize("make", [Tied, CalledTwice, Counting])
+def test_these_differ_by_rounding_only(make: Callable[[], nn.Module], tmp_path: Path) -> None:
+    # The first window takes the usual order; the second one begins with the same weights.
+    settings: dict[str, Any] = {"accumulate_grad_batches": 4, "max_steps": 2}
+    expected = fit(tmp_path, make, VARIED, None, **settings)
+    found = fit(tmp_path, make, VARIED, MegaTrainStrategy(layer_major=True), **settings)
+    for name in ("losses", "events", "buffers", "rng"):
+        assert_same(expected[name], found[name], name)
+    for name, moment in expected["moments"].items():
+        gap = (moment - found["moments"][name]).double().norm()
+        assert gap <= 1e-6 * moment.double().norm(), name
+
+
+@pytest.mark.parametrize("case", ["tiny", "loss_stashed_on_modules", "mixtral", "packed"])
+def test_logits_of_one_batch_exist_at_a_time(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every loss can be differentiated to the entry of its last unit when it is there.
+    def never(loss: torch.Tensor) -> Any:
+        raise AssertionError("the whole graph waits for the end of the window")
+
+    monkeypatch.setattr(tail, "whole", never)
+    monkeypatch.setattr(window, "whole", never)
+    make, batches = CASES[case]
+    strategy = MegaTrainStrategy(layer_major=True)
+    fit(tmp_path, make, batches, strategy, accumulate_grad_batches=4)
+
+
+@pytest.mark.parametrize("num_layers", [3, pytest.param(24, marks=pytest.mark.slow), 9])
+def test_the_smallest_budget_does_not_grow_with_depth(num_layers: int, tmp_path: Path) -> None:
+    settings = {"accumulate_grad_batches": 4}
+    smallest = smallest_gb(tmp_path, nets.Tiny, **settings)
+    make = functools.partial(nets.Tiny, num_layers=num_layers)
+    assert smallest_gb(tmp_path, make, **settings) == smallest
+    strategy = MegaTrainStrategy(layer_major=True, max_ram_gb=smallest)
+    fit(tmp_path, make, VARIED, strategy, **settings)
+    assert strategy.engine is not None
+    assert strategy.engine.stats.ram_peak_bytes <= smallest * 2**30

@@ -51,7 +51,7 @@ class LayerMajor:
         """Whether the batches of this window are started, not run."""
         self._seen = False
         """Whether a window has run in the usual order, so that it is known what steps do."""
-        self._told_draws = False
+        self._told_draws = self._told_room = False
         if self._insists:
             _refuse(trainer)
 
@@ -114,10 +114,10 @@ class LayerMajor:
         loop = self._trainer.fit_loop.epoch_loop
         optimization, ends = loop.automatic_optimization, not loop._should_accumulate()
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
-            self._begun = self._seen and not ends
+            self._begun = self._seen and not ends and self._holds_two()
         if not self._begun:
             outputs = self._run_usual(optimizer, batch_idx, kwargs)
-            self._seen |= ends
+            self._seen |= ends and self._trainer.accumulate_grad_batches > 1
             return outputs
         assert self._window is not None
         self._window.learning = False
@@ -206,6 +206,24 @@ class LayerMajor:
         assert window is not None
         if len(window.micros) > 1 and window.num_input_bytes() > self._room_bytes():
             self.run_window(len(window.micros) - 1)
+
+    def _holds_two(self) -> bool:
+        """Return whether there is room for two batches; else the usual order costs less."""
+        assert self._window is not None
+        needed = 2 * self._window.learned.most_bytes
+        if needed <= self._room_bytes():
+            return True
+        if not self._told_room:
+            self._told_room = True
+            log.warning(
+                "layer_major=True: the inputs of all units for two batches need %.1f MiB, and "
+                "max_ram_gb leaves %.1f MiB for them. Batches run in the usual order. Raise "
+                "max_ram_gb by %.3f, or set layer_major=False.",
+                needed / 2**20,
+                max(0, self._room_bytes()) / 2**20,
+                (needed - self._room_bytes()) / 2**30,
+            )
+        return False
 
     def _room_bytes(self) -> int:
         plan = self._engine.plan

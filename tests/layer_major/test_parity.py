@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from mt_lightning import MegaTrainStrategy
@@ -81,6 +82,7 @@ def test_models(case: str, tmp_path: Path) -> None:
         {"paging": {"optimizer_compression": "lossless"}},
         {"paging": {"nonfinite": "skip"}},
         {"max_steps": 4, "max_epochs": 9},
+        {"profiler": "simple"},
     ],
     ids=lambda settings: next(iter(settings)),
 )
@@ -93,6 +95,15 @@ def test_settings(settings: dict[str, Any], tmp_path: Path) -> None:
         val_batches=nets.tokens(2, [7], seed=5),
         **{"max_epochs": 2, **settings},
     )
+
+
+def test_accumulation_that_changes(tmp_path: Path) -> None:
+    found = []
+    for strategy in (None, MegaTrainStrategy(layer_major=True)):
+        scheduler = GradientAccumulationScheduler({0: 1, 1: 4, 3: 2})
+        settings: dict[str, Any] = {"callbacks": (scheduler,), "max_epochs": 4}
+        found.append(fit(tmp_path, nets.Tiny, VARIED, strategy, **settings))
+    assert_same(*found)
 
 
 class Skipping(Subject):
@@ -135,14 +146,36 @@ def smallest_gb(directory: Path, make: Callable[[], nn.Module], **settings: Any)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("more_mib", [0.0, 0.3])
-@pytest.mark.parametrize("make", [functools.partial(nets.Tiny, num_layers=6), frozen])
+@pytest.mark.parametrize("num_fitting", [0, 2, 4])
+@pytest.mark.parametrize(
+    ("make", "inputs_mib"),
+    [(functools.partial(nets.Tiny, num_layers=6), (0, 0.125, 0.2)), (frozen, (0, 0.072, 0.1))],
+    ids=["deep", "frozen"],
+)
 def test_small_budgets(
-    make: Callable[[], nn.Module], more_mib: float, clip: float | None, tmp_path: Path
+    make: Callable[[], nn.Module],
+    inputs_mib: tuple[float, ...],
+    num_fitting: int,
+    clip: float | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings = {"accumulate_grad_batches": 4, "gradient_clip_val": clip}
-    max_ram_gb = smallest_gb(tmp_path, make, **settings) + more_mib / 1024
+    max_ram_gb = smallest_gb(tmp_path, make, **settings) + inputs_mib[num_fitting // 2] / 1024
+    sizes: list[int] = []
+
+    def noted(self: window.Window, num_micros: int | None, on_loss: Any) -> Any:
+        sizes.append(len(self.micros[:num_micros]))
+        return run(self, num_micros, on_loss)
+
+    run = window.Window.run
+    monkeypatch.setattr(window.Window, "run", noted)
     strategy = check(tmp_path, make, VARIED, paging={"max_ram_gb": max_ram_gb}, **settings)
+    # None where the inputs of two batches have no room, several groups where those of four do not.
+    if not num_fitting:
+        assert sizes == []
+    elif clip is None:
+        assert sizes == {2: [2, 2], 4: [4]}[num_fitting]
     assert strategy.engine.stats.reloads
     assert strategy.engine.stats.ram_peak_bytes <= max_ram_gb * 2**30
 

@@ -72,6 +72,11 @@ class Learned:
         known = self._steps.get(shapes)
         return known[1] if known is not None else int(self._ratio * _numel(shapes))
 
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes that the units of one step have received."""
+        return max((num_bytes for _, num_bytes in self._steps.values()), default=0)
+
     def state(self) -> dict[str, Any]:
         """Return everything as plain values, for a run that goes on."""
         steps = [[shapes, *step] for shapes, step in self._steps.items()]

@@ -133,8 +133,11 @@ class StateImporter:
                 pieces = chunk.split(frame.memory)
                 if stream is not None:
                     stream.tensor.zero_()
-                    plain = frame.tensor[: chunk.nbytes]
-                    lengths.append(self._codec.encode(plain, stream.tensor) if chunk.nbytes else 0)
+                    length = 0
+                    if chunk.nbytes:
+                        # No name for the view: it would outlive the frame, which is given back.
+                        length = self._codec.encode(frame.tensor[: chunk.nbytes], stream.tensor)
+                    lengths.append(length)
                     offset, _ = layout.slots[chunk.index]
                     pieces = [(offset, stream.memory[: align_up(lengths[-1])])]
                 sums.append(list(self._io.write(name, pieces).wait().sums))

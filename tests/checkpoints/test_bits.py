@@ -106,6 +106,28 @@ def test_coded_state_stays_coded(tmp_path: Path) -> None:
     assert_same_tree(plain, four)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+def test_state_is_coded_again_where_the_largest_chunk_is_of_a_page_without_unit(
+    tmp_path: Path, optimizer: str
+) -> None:
+    class Wide(Net):
+        def __init__(self) -> None:
+            super().__init__(optimizer)
+            self.wide = torch.nn.Parameter(torch.ones(40, 1, 100))
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            return super().training_step(batch, batch_idx) + self.wide.pow(2).mean()
+
+    settings = {"optimizer_compression": "lossless"}
+    expected = end_of(fit(tmp_path, "auto", module=Wide(), max_steps=8))
+    first = fit(tmp_path, paged(tmp_path / "a", **settings), module=Wide(), io=linked())
+    first.save_checkpoint(tmp_path / "some.ckpt")
+    strategy = paged(tmp_path / "b", **settings)
+    path = tmp_path / "some.ckpt"
+    goes_on = fit(tmp_path, strategy, module=Wide(), max_steps=8, ckpt_path=path)
+    assert_same_tree(end_of(goes_on), expected)
+
+
 def test_a_hook_that_reads_coded_state_is_told(tmp_path: Path) -> None:
     class Reading(Net):
         def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

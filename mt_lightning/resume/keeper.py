@@ -192,6 +192,7 @@ class RunKeeper:
     def detach(self) -> None:
         """Leave the loops alone."""
         self._order.detach()
+        self._checkpoints.end()
         self._restore_limit()
         loop = self._trainer.fit_loop.epoch_loop
         for name in _PATCHED:

@@ -65,6 +65,23 @@ class LinkedCheckpoints:
                 add_run_state(manifest, state, self._kept)
         self._waiting.clear()
 
+    def end(self) -> None:
+        """Take note that the fit has ended, while its engine still says how far it came."""
+        engine = self._engine()
+        self._in_batch = False
+        self._waiting.clear()
+        if engine is None or not engine.attached or engine.num_steps != self._last[0]:
+            # A step whose batch did not end: no state goes with these weights.
+            self._last = (-1, None)
+
+    def _engine_of(self, files: Iterable[Path]) -> Engine | None:
+        """Return the engine if these files are its own: a plugin may serve several runs."""
+        engine = self._engine()
+        if engine is None:
+            return None
+        directories = {Path(each) for each in engine.machine.directories}
+        return engine if any(directories & set(file.parents) for file in files) else None
+
     def check(self, sources: Iterable[Path]) -> None:
         """Raise when there is no room to go on once these files are linked.
 
@@ -73,7 +90,7 @@ class LinkedCheckpoints:
             StorageError: A drive has not that much room.
         """
         files = list(sources)
-        engine = self._engine()
+        engine = self._engine_of(files)
         most = engine.options.max_disk_gb if engine is not None else None
         if engine is not None and most is not None:
             facts = [file.stat() for file in files]
@@ -94,7 +111,7 @@ class LinkedCheckpoints:
 
     def saved(self, manifest: Manifest) -> None:
         """Put the state of the run beside a checkpoint, now or when its batch ends."""
-        engine = self._engine()
+        engine = self._engine_of(manifest.folders)
         if engine is None:
             return
         number, state = self._last

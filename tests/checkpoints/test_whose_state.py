@@ -1,0 +1,61 @@
+"""The state of a run goes with the checkpoints that it belongs to, and with no other."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mt_lightning as mt
+from mt_lightning.plugins.linked import RUN_STATE
+from mt_lightning.resume.packer import unpack
+
+from .runs import Net, assert_same_tree, end_of, fit, linked, paged
+
+pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint that ended")
+
+
+class Breaking(Net):
+    """Breaks off behind its third step."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 3:
+            raise RuntimeError("behind the step")
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_a_step_whose_batch_did_not_end_is_saved_without_the_state_of_the_one_before(
+    tmp_path: Path, durability: str
+) -> None:
+    trainers = []
+    strategy = paged(tmp_path / "pages", durability=durability)
+    module = Breaking()
+    module.on_fit_start = lambda: trainers.append(module.trainer)  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="behind the step"):
+        fit(tmp_path, strategy, module=module, io=linked())
+    path = tmp_path / "some.ckpt"
+    trainers[0].save_checkpoint(path)
+    found = mt.PagedCheckpointIO().load_checkpoint(path)
+    assert found["global_step"] == 3
+    assert RUN_STATE not in found
+    standard = tmp_path / "standard.ckpt"
+    mt.PagedCheckpointIO().save_checkpoint(found, standard)
+    expected = end_of(fit(tmp_path, "auto", ckpt_path=standard))
+    actual = fit(tmp_path, paged(tmp_path / "again"), ckpt_path=path)
+    assert_same_tree(end_of(actual), expected)
+
+
+def test_one_plugin_keeps_the_runs_of_two_trainers_apart(tmp_path: Path) -> None:
+    io = linked()
+    first = fit(tmp_path, paged(tmp_path / "a"), io=io, max_steps=2)
+    second = fit(tmp_path, paged(tmp_path / "b", max_disk_gb=1), io=io, max_steps=5)
+    for trainer, steps in ((first, 2), (second, 5)):
+        path = tmp_path / f"{steps}.ckpt"
+        trainer.save_checkpoint(path)
+        found = io.load_checkpoint(path)
+        assert found["global_step"] == steps
+        if RUN_STATE in found:
+            loops = unpack(found[RUN_STATE]["state"])["loops"]
+            assert loops["epoch_loop.batch_progress"]["total"]["completed"] == steps
+    assert RUN_STATE in found, "the run that the plugin follows keeps its state"

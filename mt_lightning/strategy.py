@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -31,6 +32,7 @@ from mt_lightning.plugins.ending import end_asked
 from mt_lightning.plugins.guard import ClipGuard
 from mt_lightning.plugins.precision import MegaTrainPrecision
 from mt_lightning.plugins.refusals import eager_reason, micro_batches, refuse
+from mt_lightning.resume.checkpoints import SavedCheckpoints, serve
 from mt_lightning.resume.keeper import RunKeeper
 from mt_lightning.tiers.link import Link
 from mt_lightning.tiers.patience import DISK_FULL_TIMEOUT_S
@@ -130,6 +132,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Whether the next backward completes a window, so that pages may be updated behind it."""
         self._failed = False
         self._keeper: RunKeeper | None = None
+        self._saved: SavedCheckpoints | None = None
 
     # -- plugins ----------------------------------------------------------------------------------
 
@@ -177,8 +180,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         devices = self.parallel_devices or [torch.device("cpu")]
         if len(devices) > 1:
             raise ConfigError(
-                f"strategy='megatrain' runs on one device, but {len(devices)} were asked for; pass "
-                "Trainer(devices=1)."
+                f"strategy='megatrain' runs on one device, not on {len(devices)}; pass devices=1."
             )
         if devices[0].type != "cpu":
             raise ConfigError(
@@ -224,6 +226,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             self._guard.attach(model)
             try:
                 self._keeper = RunKeeper(trainer, engine)
+                self._saved = self._keeper.checkpoints
                 self._keeper.begin()
             except BaseException:
                 self.teardown()
@@ -348,6 +351,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         """Restore into pages, which exist after `setup`."""
         return True
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
+    ) -> None:
+        """Save; a plugin that serves several trainers asks this run."""
+        serve(self.checkpoint_io, self._saved)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -309,15 +309,24 @@ class Attached:
     def drain(self) -> None:
         """Apply, write and commit everything, and wait for it."""
         self.run.steps.drain()
-        for entry in self.run.resident:
-            # User code and load_state_dict may write to these at any time, and nothing tells us.
-            if hash_blocks(entry.frame.memory) != entry.page.weight.sums[0]:
-                entry.dirty = self.run.writer.dirty = True
+        self.find_edits()
         if self.run.writer.dirty:
             self.run.writer.flush()
             self.run.steps.commit_now(weights=True)
         if self._stats.steps:
             report_first_step(self.run)
+
+    def find_edits(self) -> None:
+        """See whether weights were written to outside a step; all updates are done."""
+        for entry in self.run.resident:
+            # User code and load_state_dict may write to these at any time, and nothing tells us.
+            if hash_blocks(entry.frame.memory) != entry.page.weight.sums[0]:
+                entry.dirty = self.run.writer.dirty = True
+
+    @property
+    def num_edits(self) -> int:
+        """How often weights or state were written outside a step, as far as that is known."""
+        return self.run.steps.commits.num_edits + self.run.writer.dirty
 
     # -- what user code sees ----------------------------------------------------------------------
 

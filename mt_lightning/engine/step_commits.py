@@ -51,6 +51,8 @@ class StepCommits:
         self._asked = False
         """Whether everything was written in the middle of a batch, for a checkpoint."""
         self._step = committer.step
+        self.num_edits = 0
+        """How often something was written outside a step."""
 
     @property
     def committed_step(self) -> int:
@@ -104,6 +106,7 @@ class StepCommits:
 
     def now(self, files: set[str], *, begun: bool) -> None:
         """Commit what was written outside a step; nothing is pending."""
+        self.num_edits += 1
         self._committer.begun |= begun
         touched = self._take_touched() | files
         self._committer.commit(self._step, lambda: touched, self._run_state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,11 +17,25 @@ from typing_extensions import override
 
 from mt_lightning.engine.plain import AS_STORED
 from mt_lightning.errors import ConfigError, StorageError
-from mt_lightning.plugins.linked import folders_of, load_linked, remove_linked, save_linked
+from mt_lightning.plugins.linked import (
+    RUN_STATE,
+    add_run_state,
+    folders_of,
+    load_linked,
+    remove_linked,
+    save_linked,
+)
+from mt_lightning.plugins.run_file import (
+    MISSING,
+    RUN_ID,
+    RunFile,
+    drop_beside,
+    seal_inside,
+    take_in,
+)
 from mt_lightning.tiers.checkpoint_files import check_room, doom, remove_folder
 from mt_lightning.tiers.coding import drop_unused_planes
 from mt_lightning.tiers.lock import held_directories
-from mt_lightning.tiers.manifest import Manifest
 from mt_lightning.tiers.manifest_reader import is_manifest
 
 log = logging.getLogger(__name__)
@@ -38,14 +53,24 @@ def as_stored(io: object) -> Iterator[None]:
         AS_STORED.reset(token)
 
 
-class LinkedRun(Protocol):
-    """What a linked checkpoint asks of the run that it is saved from."""
+RunState = tuple[bytes, Path]
+"""The state of a run, and the file with what its buffers were when it began."""
+
+
+class SavingRun(Protocol):
+    """What a checkpoint asks of the run that it is saved from."""
 
     def check(self, sources: Iterable[Path]) -> None:
         """Raise when there is no room to go on once these files are linked."""
 
-    def saved(self, manifest: Manifest) -> None:
-        """Take note of a checkpoint."""
+    def state(self) -> RunState | str | None:
+        """Return what a checkpoint that is saved now goes on from.
+
+        A string says why there is nothing; None means that it is known when the batch ends.
+        """
+
+    def when_known(self, put: Callable[[bytes, Path], None]) -> None:
+        """Call `put` with the state when the batch ends, if there is one then."""
 
 
 class PagedCheckpointIO(TorchCheckpointIO):
@@ -68,7 +93,7 @@ class PagedCheckpointIO(TorchCheckpointIO):
         if format not in ("lightning", "linked"):
             raise ConfigError(f"format={format!r}: choose 'lightning' or 'linked'.")
         self.format = format
-        self.run: LinkedRun | None = None
+        self.run: SavingRun | None = None
         """The run whose checkpoints these are, while one is trained."""
 
     @override
@@ -92,8 +117,19 @@ class PagedCheckpointIO(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, path)
             return
         target = Path(path)
-        if self.format == "linked" and self._save_linked(checkpoint, target):
+        run = self.run if "optimizer_states" in checkpoint else None
+        state = run.state() if run is not None else None
+        checkpoint = {key: value for key, value in checkpoint.items() if key != RUN_ID}
+        if isinstance(state, str):
+            checkpoint[RUN_STATE] = {MISSING: state}
+        if self.format == "linked" and self._save_linked(checkpoint, target, state):
+            drop_beside(target)
             return
+        run_id = secrets.token_hex(8)
+        if isinstance(state, tuple):
+            checkpoint[RUN_STATE] = seal_inside(state[0], state[1].read_bytes())
+        elif run is not None and state is None:
+            checkpoint[RUN_ID] = run_id
         old = folders_of(target)
         part = target.with_name(f"{target.name}.part")
         try:
@@ -112,27 +148,44 @@ class PagedCheckpointIO(TorchCheckpointIO):
             ) from error
         for folder in old:
             remove_folder(folder)
+        drop_beside(target)
+        if RUN_ID in checkpoint and run is not None:
+            run.when_known(RunFile(target, run_id).put)
 
-    def _save_linked(self, checkpoint: dict[str, Any], target: Path) -> bool:
+    def _save_linked(
+        self, checkpoint: dict[str, Any], target: Path, state: RunState | str | None
+    ) -> bool:
         manifest = save_linked(checkpoint, target, self.run.check if self.run else check_room)
         if manifest is None:
             log.info("%s holds nothing that is on disk: it is a standard file.", target)
             return False
-        if self.run is not None:
-            self.run.saved(manifest)
+
+        def put(state: bytes, buffers: Path) -> None:
+            # One that was written over since is gone.
+            if manifest.folders[0].is_dir():
+                add_run_state(manifest, state, buffers)
+
+        if isinstance(state, tuple):
+            put(*state)
+        elif state is None and self.run is not None and "optimizer_states" in checkpoint:
+            self.run.when_known(put)
         return True
 
     @override
     def remove_checkpoint(self, path: _PATH) -> None:
-        """Delete a checkpoint: of a linked one, its page files as well.
+        """Delete a checkpoint: of a linked one its page files as well, else the file beside it.
 
         Raises:
             StorageError: A file cannot be deleted.
         """
-        if "://" in str(path) or not is_manifest(path):
+        if "://" in str(path):
             super().remove_checkpoint(path)
-        else:
+            return
+        drop_beside(path)
+        if is_manifest(path):
             remove_linked(Path(path))
+        else:
+            super().remove_checkpoint(path)
 
     @override
     def load_checkpoint(
@@ -162,10 +215,13 @@ class PagedCheckpointIO(TorchCheckpointIO):
         if is_manifest(path):
             return load_linked(Path(path), held_directories(), only)
         try:
-            return torch.load(path, map_location="cpu", mmap=True, weights_only=only)
+            checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=only)
         except Exception as error:
             raise ConfigError(
                 f"{path} cannot be loaded as a checkpoint: {error}. If you trust the file and "
                 f"it holds "
                 "objects other than tensors and plain values, pass weights_only=False."
             ) from error
+        if isinstance(checkpoint, dict):
+            take_in(checkpoint, Path(path))
+        return checkpoint

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import io
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.kept import keep
 from mt_lightning.errors import ConfigError
 from mt_lightning.layer_major.loop import LayerMajor
-from mt_lightning.plugins.linked import RUN_STATE
+from mt_lightning.resume.adoption import state_in
 from mt_lightning.resume.buffers import Buffers
+from mt_lightning.resume.checkpoints import SavedCheckpoints
 from mt_lightning.resume.description import DESCRIPTION_KEY, describe
-from mt_lightning.resume.linked_run import LinkedCheckpoints
 from mt_lightning.resume.packer import Packer, unpack
 from mt_lightning.resume.position import DataPosition, check_resumable
-from mt_lightning.resume.run_state import difference, give_early, give_late, take
+from mt_lightning.resume.run_state import give_early, give_late, take
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +55,7 @@ class RunKeeper:
         self._num_steps = engine.num_steps
         self._last: dict[str, Any] | None = None
         self._max_steps: int | None = None
-        self._checkpoints = LinkedCheckpoints(trainer, engine, self._buffers.name)
+        self.checkpoints = SavedCheckpoints(trainer, engine, self._buffers.name)
         self._order = LayerMajor(trainer, engine)
         engine.follow()
 
@@ -97,12 +95,12 @@ class RunKeeper:
                 self._go_on()
                 return
             self._position.before_batch()
-            self._checkpoints.begin_batch()
+            self.checkpoints.begin_batch()
             advance(fetcher)
 
         def on_advance_end(fetcher: Any) -> None:
             self._end_of_batch()
-            self._checkpoints.end_batch()
+            self.checkpoints.end_batch()
             end(fetcher)
 
         loop.__dict__.update(
@@ -124,28 +122,20 @@ class RunKeeper:
             self._restore_limit()
 
     def adopt(self, checkpoint: Mapping[str, Any]) -> None:
-        """Go on from the state of a run in a linked checkpoint, if it holds one.
+        """Go on from the state of a run in a checkpoint, if it holds one.
 
         Its weights and optimizer state have been loaded, and its loops restored.
         """
-        found = checkpoint.get(RUN_STATE)
-        if found is None:
-            return
-        state = unpack(found["state"])
-        first = torch.load(io.BytesIO(found["buffers"]), weights_only=True)
-        # All of them: this run keeps others at its start.
-        buffers = {**first, **state["buffers"]}
-        state = {**state, "buffers": buffers, "kept_buffers": self._buffers.name}
-        reason = difference(self._trainer, state)
-        if reason is not None:
+        state = state_in(self._trainer, checkpoint)
+        if not isinstance(state, str):
+            self._state = {**state, "kept_buffers": self._buffers.name}
+            self.begin()
+        elif checkpoint.get("global_step"):
             log.warning(
-                "%s: the checkpoint is resumed as a standard one, which begins the data of its "
-                "epoch anew.",
-                reason,
+                "the checkpoint is resumed as a standard one, which begins the data of its epoch "
+                "anew: %s.",
+                state,
             )
-            return
-        self._state = state
-        self.begin()
 
     def _restore_limit(self) -> None:
         if self._max_steps is not None:
@@ -157,6 +147,7 @@ class RunKeeper:
         give_late(self._trainer, self._state, self._position, self._buffers)
         self._order.give(self._state.get("layer_major"))
         self._last, self._state = self._state, None
+        self.checkpoints.end_step(self._packer.pack(self._last))
 
     def _end_of_batch(self) -> None:
         if self._engine.num_steps == self._num_steps or self._engine.gathers:
@@ -187,12 +178,12 @@ class RunKeeper:
     def _end_step(self, state: dict[str, Any]) -> None:
         packed = self._packer.pack(state)
         self._engine.end_step(packed)
-        self._checkpoints.end_step(self._engine.num_steps, packed)
+        self.checkpoints.end_step(packed)
 
     def detach(self) -> None:
         """Leave the loops alone."""
         self._order.detach()
-        self._checkpoints.end()
+        self.checkpoints.end()
         self._restore_limit()
         loop = self._trainer.fit_loop.epoch_loop
         for name in _PATCHED:

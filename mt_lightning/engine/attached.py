@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from typing import Any
 
@@ -25,6 +26,9 @@ from mt_lightning.pages.table import Page
 from mt_lightning.tiers.io import hash_blocks
 
 log = logging.getLogger(__name__)
+
+_TOLD_MS = 20
+"""A shorter wait had nothing to wait for."""
 
 
 class Attached:
@@ -308,11 +312,15 @@ class Attached:
 
     def drain(self) -> None:
         """Apply, write and commit everything, and wait for it."""
+        begin = time.perf_counter()
         self.run.steps.drain()
         self.find_edits()
         if self.run.writer.dirty:
             self.run.writer.flush()
             self.run.steps.commit_now(weights=True)
+        took_ms = (time.perf_counter() - begin) * 1e3
+        if took_ms >= _TOLD_MS:
+            log.info("drained in %.0f ms: what was due of the last step is written.", took_ms)
         if self._stats.steps:
             report_first_step(self.run)
 

@@ -149,8 +149,9 @@ def save_linked(
     sources = {name: store.path_of(name) for name in names}
     check(sources.values())
     synced = time.perf_counter()
+    unsynced = store.unsynced(names)  # none, where a commit has done it
     with ThreadPoolExecutor(_NUM_THREADS, "megatrain-sync") as pool:
-        list(pool.map(store.sync, names))
+        list(pool.map(store.sync, unsynced))
     linked = time.perf_counter()
     checkpoint_id = f"step-{int(checkpoint.get('global_step') or 0)}-{secrets.token_hex(6)}"
     # The rest is always in the first directory.
@@ -196,12 +197,13 @@ def save_linked(
     end = time.perf_counter()
     log.info(
         "linked checkpoint %s: %.1f MiB in %d file(s), %d of them copied; looked up in %.0f ms, "
-        "synced in %.0f ms, linked in %.0f ms.",
+        "%d file(s) synced in %.0f ms, linked in %.0f ms.",
         target,
         sum(file.nbytes for file in manifest.files.values()) / 2**20,
         len(names),
         num_copied,
         (synced - begin) * 1e3,
+        len(unsynced),
         (linked - synced) * 1e3,
         (end - linked) * 1e3,
     )
@@ -250,6 +252,11 @@ def load_linked(path: Path, places: Iterable[Path], weights_only: bool) -> dict[
     """
     manifest = read_manifest(path, places)
     verify(manifest)
+    return open_linked(path, manifest, weights_only)
+
+
+def open_linked(path: Path, manifest: Manifest, weights_only: bool) -> dict[str, Any]:
+    """Return a checkpoint that has been verified; see `load_linked`."""
     mappings = {name: map_file(manifest, name) for name in manifest.files}
     try:
         rest = torch.load(

@@ -14,9 +14,10 @@ from typing import Literal, TypeVar
 from mt_lightning.errors import CorruptPageError, StorageError
 from mt_lightning.pages.sizes import ALIGN_BYTES
 from mt_lightning.tiers.address import map_anonymous
+from mt_lightning.tiers.checks import check_name, check_piece, check_size
 from mt_lightning.tiers.commit import CommitRecord
 from mt_lightning.tiers.mapping import PrivateMapping
-from mt_lightning.tiers.store import Store, check_name, check_piece, check_size
+from mt_lightning.tiers.store import Store
 from mt_lightning.tiers.wrapped import WrappedStore
 
 T = TypeVar("T")

@@ -91,6 +91,8 @@ class PageFiles:
     def __init__(self, header_of: Callable[[str], Mapping[str, object]]) -> None:
         self.direct = bool(O_DIRECT)
         self._header_of = header_of
+        self._checked: dict[str, tuple[int, int, int]] = {}
+        """Device, inode and length of the file at each path whose header was found right."""
 
     def make(self, path: Path, nbytes: int, *, keep: bool = False) -> None:
         """Make a file under a passing name and rename it when it is whole.
@@ -204,6 +206,10 @@ class PageFiles:
             raise CorruptPageError(
                 None, f"length differs: {file_bytes} bytes are no header", file.path
             )
+        facts = os.fstat(file.fd)
+        identity = (facts.st_dev, facts.st_ino, file_bytes)
+        if self._checked.get(file.path) == identity:
+            return  # the header of a file is written once, before it has its name
         header = memoryview(map_anonymous(HEADER_BYTES)).cast("B")
         self.read(file, -HEADER_BYTES, header)
         stated_bytes = check_header(bytes(header), name, self._header_of(name), file.path)
@@ -214,6 +220,7 @@ class PageFiles:
                 "give another offload_dir, or on_existing='overwrite' to start anew",
                 file.path,
             )
+        self._checked[file.path] = identity
 
     def _transfer(
         self,

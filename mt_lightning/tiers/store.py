@@ -4,53 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mt_lightning.errors import ConfigError, CorruptPageError, StorageError
 from mt_lightning.pages.sizes import ALIGN_BYTES
-from mt_lightning.tiers.address import address_of
+from mt_lightning.tiers.checks import check_name, check_piece, check_size
 from mt_lightning.tiers.descriptors import DescriptorCache, OpenFile
 from mt_lightning.tiers.filesystem import free_bytes, sync_directory, sync_path
 from mt_lightning.tiers.header import HEADER_BYTES
 from mt_lightning.tiers.mapping import LiveViews, PrivateMapping
 from mt_lightning.tiers.origins import forget, remember
 from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error, write_whole
+from mt_lightning.tiers.unsynced import Unsynced
 
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _MAX_OPEN_FILES = 128
-
-
-def check_name(name: str) -> None:
-    """Assert that a name is a plain file name."""
-    assert _NAME.fullmatch(name), f"not a name for a store: {name!r}"
-    assert not name.endswith(NEW_SUFFIX), f"not a name for a store: {name!r}"
-
-
-def check_size(name: str, nbytes: int) -> None:
-    """Assert that a payload has an aligned size."""
-    assert nbytes > 0 == nbytes % ALIGN_BYTES, (name, nbytes)
-
-
-def check_piece(name: str, size_bytes: int, offset: int, buffer: memoryview) -> memoryview:
-    """Assert what direct I/O asks of a piece: offset, length and address are aligned, inside.
-
-    Returns:
-        The buffer as plain bytes.
-    """
-    data = buffer.cast("B")
-    assert (offset | data.nbytes) % ALIGN_BYTES == 0, (name, offset, data.nbytes)
-    assert 0 <= offset <= offset + data.nbytes <= size_bytes, (
-        name,
-        offset,
-        data.nbytes,
-        size_bytes,
-    )
-    assert address_of(data) % ALIGN_BYTES == 0, f"the buffer for {name} is not on a page boundary"
-    return data
 
 
 class Store(ABC):
@@ -195,7 +165,7 @@ class FileStore(Store):
         self._files = DescriptorCache(self._open, _MAX_OPEN_FILES)
         self._places: dict[str, Path] = {}
         self._assigned_bytes = dict.fromkeys(self.directories, 0)
-        self._unsynced_names: set[str] = set()
+        self._unsynced = Unsynced()
         self._views: dict[str, list[LiveViews]] = {}
         self._bytes_read = 0
         self._bytes_written = 0
@@ -236,7 +206,7 @@ class FileStore(Store):
             except OSError as error:
                 raise storage_error(error, "cannot use offload_dir", name) from error
             self._page_files.make(directory / "pages" / name, nbytes)
-            self._unsynced_names.add(name)
+            self._unsynced.named(name, str(directory / "pages"))
             self._places[name] = directory
             self._assigned_bytes[directory] += HEADER_BYTES + nbytes
 
@@ -279,27 +249,33 @@ class FileStore(Store):
             if file.refusal is not None:
                 self._files.drop(name)  # next time it may be allowed
                 raise storage_error(file.refusal, f"cannot write at offset {offset}", file.path)
-            self._page_files.write(file, offset, data)
+            try:
+                self._page_files.write(file, offset, data)
+            finally:
+                self._unsynced.written(name)
         with self._lock:
             self._bytes_written += data.nbytes
 
     def sync(self, name: str) -> None:
         """See `Store.sync`."""
         with self._files.lease(name) as file:
-            self._page_files.sync(file)
-            if name in self._unsynced_names:
-                try:
-                    sync_directory(os.path.dirname(file.path))
-                except OSError as error:
-                    raise storage_error(error, "sync of a directory failed", file.path) from error
-                self._unsynced_names.discard(name)
+            with self._unsynced.syncing(name):
+                self._page_files.sync(file)
+            try:
+                self._unsynced.sync_name(name, sync_directory)
+            except OSError as error:
+                raise storage_error(error, "sync of a directory failed", file.path) from error
+
+    def unsynced(self, names: Iterable[str]) -> list[str]:
+        """Return which names have to be synced before anything may count on them."""
+        return self._unsynced.among(names)
 
     def replace(self, name: str, *, keep: bool = False) -> None:
         """See `Store.replace`."""
         path = self.path_of(name)
         with self._lock:
             self._page_files.make(path, self.size(name), keep=keep)
-            self._unsynced_names.add(name)
+            self._unsynced.named(name, str(path.parent))
             self._files.drop(name)
             forget(self._views.pop(name, []))
 
@@ -315,7 +291,7 @@ class FileStore(Store):
             self._assigned_bytes[self._places.pop(name)] -= nbytes
             self._files.drop(name)
             forget(self._views.pop(name, []))
-            self._unsynced_names.discard(name)
+            self._unsynced.forget(name)
 
     def map_private(self, name: str, offset: int, nbytes: int) -> PrivateMapping:
         """See `Store.map_private`."""
@@ -385,6 +361,7 @@ class FileStore(Store):
                     "a file has one place; remove one of them from offload_dir"
                 )
             self._places[name] = directory
+            self._unsynced.written(name)  # by whom, and whether it was synced, is not known
             self._assigned_bytes[directory] += nbytes
 
     def _choose(self, nbytes: int) -> Path:

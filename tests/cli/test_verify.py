@@ -70,7 +70,7 @@ def end(trainer: Trainer) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run in two directories and a checkpoint; copied by the tests and never changed."""
     folder = tmp_path_factory.mktemp("trained")
-    trainer = fit(Net(adamw), [folder / "a", folder / "b"], max_steps=3)
+    trainer = fit(Net(adamw), [folder / "a", folder / "b"], max_steps=3, durability="step")
     trainer.save_checkpoint(folder / "last.ckpt")
     end(trainer)
     return folder

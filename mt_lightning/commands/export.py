@@ -22,18 +22,20 @@ from mt_lightning.errors import ConfigError, StorageError
 from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
 from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_of_state
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+from mt_lightning.plugins.linked import RUN_STATE
 
 _DESCRIPTION = """\
 Write the weights of a run or a checkpoint as safetensors. OUT is a directory that
 AutoModelForCausalLM.from_pretrained reads or, if it ends in .safetensors, one file with the plain
-state dict. With --optimizer, OUT is a checkpoint as IN is.
+state dict. With --optimizer, OUT is a standard checkpoint. A linked one is read as any other.
 """
 _EXAMPLES = """\
 examples:
   megatrain export run1 model                      the last commit of the run in offload_dir run1
   megatrain export last.ckpt model --model gpt2    a checkpoint that does not know its config
   megatrain export last.ckpt weights.safetensors   any module
-  megatrain export a.ckpt b.ckpt --optimizer R1    optimizer state in another form
+  megatrain export a.ckpt b.ckpt --optimizer R1    optimizer state in another form; b.ckpt is a
+                                                   standard file, whether a.ckpt is linked or not
 """
 
 
@@ -79,6 +81,7 @@ def export_optimizer(source: Path, target: Path, form: str, progress: Progress) 
             f"{source} holds no optimizer state: it was saved with save_weights_only=True, or is "
             "not a checkpoint of a training run."
         )
+    checkpoint.pop(RUN_STATE, None)  # a standard file has none
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _spool(target) as directory:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from mt_lightning.errors import StorageError
-from mt_lightning.tiers.run_files import RunFiles
+from mt_lightning.tiers.run_files import Payload
 
 _NUM_THREADS = 4
 """Two to four saturate a drive; each holds one block of 4 MiB."""
@@ -29,18 +30,14 @@ class Block:
 
 
 def check_blocks(
-    files: RunFiles,
-    name: str,
-    payload_bytes: int,
+    opened: AbstractContextManager[Payload],
     blocks: Iterable[Block],
     advance: Callable[[int], None],
 ) -> list[StorageError]:
     """Read the blocks of one file and return what is wrong, in order; nothing is changed.
 
     Args:
-        files: The files of the run.
-        name: The page file.
-        payload_bytes: The bytes of payload that it should have.
+        opened: Opens the page file.
         blocks: What is known of it.
         advance: Called with the number of bytes of each block, from any thread.
 
@@ -49,7 +46,7 @@ def check_blocks(
     """
     try:
         with (
-            files.open(name, payload_bytes) as payload,
+            opened as payload,
             ThreadPoolExecutor(_NUM_THREADS, "megatrain-verify") as threads,
         ):
 

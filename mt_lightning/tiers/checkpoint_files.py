@@ -4,12 +4,14 @@
 A folder holds a marker, `unfinished`, from its first moment until the manifest that names it is in
 place, and again from the moment that its removal begins. The marker says where the manifest is or
 would be. Whoever opens the directory next looks there: a folder whose manifest names it is whole,
-and only the marker goes; any other goes altogether. So a kill at any moment leaves no manifest
-without its data, and no data for longer than until the next run.
+and the marker becomes `manifest`, which tells people whose it is; any other goes altogether. So a
+kill at any moment leaves no manifest without its data, and no data for longer than until the next
+run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import logging
@@ -26,6 +28,8 @@ log = logging.getLogger(__name__)
 
 FOLDER = "checkpoints"
 MARKER = "unfinished"
+NAMED_BY = "manifest"
+"""File of a whole folder that says where its manifest was written."""
 _COPY_BYTES = 4 << 20
 _NO_LINKS = frozenset(
     {errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS}
@@ -141,7 +145,8 @@ def write_file(path: Path, data: bytes) -> None:
 def finish(folders: Iterable[Path]) -> None:
     """Take the markers away: the manifest is in place."""
     for folder in folders:
-        (folder / MARKER).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            (folder / MARKER).replace(folder / NAMED_BY)
 
 
 def doom(folders: Iterable[Path], manifest: Path) -> None:
@@ -177,7 +182,7 @@ def clean(directory: str | os.PathLike[str], named_by: NamedBy) -> None:
         named_by: Reads a manifest.
     """
     for folder in folders_in(directory):
-        places = _marked_for(folder)
+        places = marked_for(folder)
         if places is None:
             continue
         if any(named_by(place) == folder.name for place in places):
@@ -192,13 +197,23 @@ def _mark(folder: Path, manifest: Path) -> None:
     write_file(folder / MARKER, json.dumps(places).encode())
 
 
-def _marked_for(folder: Path) -> list[Path] | None:
+def marked_for(folder: Path) -> list[Path] | None:
     """Return where the manifest of a marked folder may lie; None for a whole folder."""
+    places = _places(folder / MARKER, folder)
+    # Killed before the marker was written: a folder that is empty says as much.
+    return [] if places is None and not os.listdir(folder) else places
+
+
+def written_for(folder: Path) -> list[Path] | None:
+    """Return where the manifest of a whole folder was written; None where that is not known."""
+    return _places(folder / NAMED_BY, folder)
+
+
+def _places(path: Path, folder: Path) -> list[Path] | None:
     try:
-        text = (folder / MARKER).read_bytes()
+        text = path.read_bytes()
     except FileNotFoundError:
-        # Killed before the marker was written: a folder that is empty says as much.
-        return None if os.listdir(folder) else []
+        return None
     try:
         return [folder / str(place) for place in json.loads(text)]
     except (ValueError, TypeError):

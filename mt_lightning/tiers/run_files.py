@@ -59,7 +59,7 @@ class Payload:
             raise CorruptPageError(
                 errno.EBADMSG,
                 f"{nbytes} bytes at offset {offset} of the payload (byte {HEADER_BYTES + offset} "
-                f"of the file) have checksum {found:016x}, and the commit says {expected:016x}",
+                f"of the file) have checksum {found:016x} instead of {expected:016x}",
                 str(self.path),
             )
         return data

@@ -5,8 +5,9 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from mt_lightning.errors import CorruptPageError, StorageError
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.tiers.header import HEADER_BYTES, check_header
 from mt_lightning.tiers.manifest import Manifest
+from mt_lightning.tiers.run_files import Payload
 
 _NUM_THREADS = 4
 
@@ -42,22 +44,33 @@ def verify(manifest: Manifest, names: Iterable[str] | None = None) -> None:
 
 def verify_file(manifest: Manifest, name: str) -> None:
     """Read one page file; see `verify`."""
-    path = manifest.path_of(name)
+    try:
+        with page_file(manifest, name) as payload:
+            for offset, nbytes, expected in manifest.files[name].blocks():
+                payload.read_block(offset, nbytes, expected)
+    except CorruptPageError as error:
+        raise CorruptPageError(
+            error.errno,
+            f"{error.strerror}: this checkpoint is damaged; use another one, and check the drive",
+            error.filename,
+        ) from error
+
+
+@contextmanager
+def page_file(manifest: Manifest, name: str, *, fresh: bool = False) -> Iterator[Payload]:
+    """Open a page file of a checkpoint; see `open_page_file`.
+
+    Args:
+        manifest: As `read_manifest` returns it.
+        name: The file.
+        fresh: Whether the drive is asked even for what is in the page cache.
+    """
     fd = open_page_file(manifest, name)
     try:
-        buffer = memoryview(bytearray(BLOCK_BYTES))
-        for offset, nbytes, expected in manifest.files[name].blocks():
-            block = buffer[:nbytes]
-            fill(fd, HEADER_BYTES + offset, block, path)
-            found = xxhash.xxh3_64_intdigest(block)
-            if found != expected:
-                raise CorruptPageError(
-                    errno.EBADMSG,
-                    f"checksum of {nbytes} bytes at offset {offset} of the page is {found:016x} "
-                    f"instead of {expected:016x}: this checkpoint is damaged; use another one, and "
-                    "check the drive",
-                    str(path),
-                )
+        payload = Payload(fd, manifest.path_of(name), manifest.files[name].nbytes)
+        if fresh:
+            payload.forget()
+        yield payload
     finally:
         os.close(fd)
 

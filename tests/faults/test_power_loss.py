@@ -100,7 +100,7 @@ def record_run(root: Path, case: Case, *, resume: bool = False) -> Run:
             [drive / name for name in case.directories],
             max_ram_gb=budget,
             on_existing="resume" if resume else "error",
-            **case.strategy(),
+            **{"durability": "step", **case.strategy()},
         )
         recorder.install(patch)
         module = Net()

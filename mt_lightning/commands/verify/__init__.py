@@ -20,7 +20,8 @@ _EPILOG = """\
 examples:
   megatrain verify run1                   a run in one directory
   megatrain verify /mnt/a/run /mnt/b/run  a run on two drives
-  megatrain verify last.ckpt model        a checkpoint, and a directory of safetensors
+  megatrain verify last.ckpt model        a checkpoint, standard or linked, and a directory of
+                                          safetensors
   megatrain verify run1 --prune           also remove what no commit needs
 
 exit codes: 0 all is whole, 1 something is damaged, 2 it could not be looked at
@@ -44,7 +45,7 @@ def add_verify_parser(commands: Any) -> None:
         help="offload_dir of a run, checkpoint, or directory of safetensors",
     )
     parser.add_argument(
-        "--prune", action="store_true", help="remove files of a run that no commit needs"
+        "--prune", action="store_true", help="remove files of a run that nothing needs"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
 
@@ -97,8 +98,8 @@ def verify(paths: list[Path], begin: Begin, *, prune: bool = False) -> list[Repo
             raise ConfigError(f"{path} does not exist.")
         if path.is_dir() and not is_run(path) and not any(path.glob("*.safetensors")):
             raise ConfigError(
-                f"{path} holds neither a run (pages/, commit.0) nor safetensors. Give the "
-                "offload_dir of a run, a checkpoint, or a directory of safetensors."
+                f"{path} holds neither a run (pages/, checkpoints/, commit.0) nor safetensors. "
+                "Give the offload_dir of a run, a checkpoint, or a directory of safetensors."
             )
     runs = [path for path in paths if path.is_dir() and is_run(path)]
     others = [path for path in paths if path not in runs]

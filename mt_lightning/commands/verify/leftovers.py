@@ -9,17 +9,17 @@ from pathlib import Path
 from mt_lightning.commands.verify.records import RECORD_NAMES
 from mt_lightning.commands.verify.report import Leftover
 from mt_lightning.errors import ConfigError, StorageError
+from mt_lightning.tiers.checkpoint_files import FOLDER, folders_in, remove_folder
 from mt_lightning.tiers.lock import DirectoryLock
 from mt_lightning.tiers.pagefile import NEW_SUFFIX
 from mt_lightning.tiers.run_files import list_directory
 
-CHECKPOINTS = "checkpoints"
 _PLANE = re.compile(r"(p\d{5,})\.(weight|state)\.[01]")
 _GRAD = re.compile(r"p\d{5,}\.grad\.\d")
 _NEW = re.compile(r"(p\d{5,}\.(weight|state|grad)\.\d|layout-.*|kept-.*)" + re.escape(NEW_SUFFIX))
 _SMALL = re.compile(r"layout-[0-9a-f]{16}\.json|kept-[0-9a-f]{16}")
 _PROBE = re.compile(r"\.write-\d+")
-_OWN = {"lock", "pages", CHECKPOINTS, *RECORD_NAMES}
+_OWN = {"lock", "pages", FOLDER, *RECORD_NAMES}
 
 
 def find_leftovers(
@@ -38,7 +38,7 @@ def find_leftovers(
     leftovers: list[Leftover] = []
     foreign: list[Path] = []
     for directory in directories:
-        linked = bool(list_directory(directory / CHECKPOINTS))
+        linked = bool(folders_in(directory))
         for path in list_directory(directory / "pages"):
             plane = _PLANE.fullmatch(path.name)
             if _NEW.fullmatch(path.name):
@@ -91,7 +91,7 @@ class Exclusive:
 
 
 def remove(leftovers: Sequence[Leftover]) -> list[Leftover]:
-    """Remove files; return those that are gone.
+    """Remove files and folders; return those that are gone.
 
     Raises:
         StorageError: One cannot be removed.
@@ -99,10 +99,15 @@ def remove(leftovers: Sequence[Leftover]) -> list[Leftover]:
     gone = []
     for leftover in leftovers:
         try:
-            leftover.path.unlink()
+            if leftover.path.is_dir():
+                remove_folder(leftover.path)
+            else:
+                leftover.path.unlink()
         except FileNotFoundError:
             continue
         except OSError as error:
+            if isinstance(error, StorageError):
+                raise
             raise StorageError(
                 error.errno, f"cannot remove: {error.strerror}", str(leftover.path)
             ) from error

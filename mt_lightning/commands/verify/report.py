@@ -11,11 +11,11 @@ from mt_lightning.commands.finding import Finding, Status
 
 @dataclass(frozen=True)
 class Leftover:
-    """A file of a run that no commit needs.
+    """A file of a run, or a folder of a linked checkpoint, that nothing needs.
 
     Attributes:
-        path: The file.
-        nbytes: Its length.
+        path: Where it is.
+        nbytes: Its bytes.
         why: What it was.
     """
 

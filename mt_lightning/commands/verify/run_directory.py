@@ -9,24 +9,25 @@ from pathlib import Path
 from typing import Any
 
 from mt_lightning.commands.verify.leftovers import (
-    CHECKPOINTS,
     Exclusive,
     find_leftovers,
     remove,
 )
+from mt_lightning.commands.verify.linked_folders import tell_checkpoints
 from mt_lightning.commands.verify.records import (
     FoundRecord,
     age,
     find_records,
     needed_small_files,
 )
-from mt_lightning.commands.verify.report import Report, count, size, told
+from mt_lightning.commands.verify.report import Leftover, Report, count, size, told
 from mt_lightning.engine.committed import Committed, read_layouts
 from mt_lightning.engine.pieces import PIECES_KEY, written_pieces
 from mt_lightning.errors import ConfigError, CorruptPageError, StorageError
 from mt_lightning.pages.layout import PageLayout
 from mt_lightning.tiers.block_check import Block, check_blocks
-from mt_lightning.tiers.run_files import RunFiles, blocks, list_directory
+from mt_lightning.tiers.checkpoint_files import FOLDER
+from mt_lightning.tiers.run_files import RunFiles, blocks
 from mt_lightning.tiers.shared_lock import holder, shared
 
 Begin = Callable[[str, int], Callable[[int], None]]
@@ -72,6 +73,7 @@ def _verify(report: Report, directories: list[Path], begin: Begin, *, in_use: st
             "Its files change meanwhile: checksums are verified when the run has ended.",
         )
     found = find_records(directories, report)
+    torn = tell_checkpoints(report, directories, in_use=bool(in_use))
     if len({each.path.parent for each in found}) > 1:
         raise ConfigError(
             f"{', '.join(map(str, directories))}: several of them hold commits; name the "
@@ -89,7 +91,7 @@ def _verify(report: Report, directories: list[Path], begin: Begin, *, in_use: st
         elif not report.damaged:
             report.say("commits", "none; the run has not begun")
         report.facts |= {"step": None, "page_files": len(files.pages)}
-        _tell_checkpoints(report, directories)
+        _tell_leftovers(report, torn)
         return
     newest = found[0]
     layouts = _tell_run(report, files, newest)
@@ -98,8 +100,7 @@ def _verify(report: Report, directories: list[Path], begin: Begin, *, in_use: st
         small = _check_small(report, run)
         _check_planes(report, run, small, begin, in_use=bool(in_use))
         _tell_slots(report, run)
-    _tell_checkpoints(report, directories)
-    _tell_leftovers(report, files, found, layouts)
+    _tell_leftovers(report, [*_find_leftovers(report, files, found, layouts), *torn])
 
 
 def _tell_run(report: Report, files: RunFiles, newest: FoundRecord) -> list[PageLayout] | None:
@@ -231,7 +232,7 @@ def _check_files(
     for name, payload_bytes, found in todo:
         if name in gone:
             continue
-        errors = check_blocks(files, name, payload_bytes, found, advance)
+        errors = check_blocks(files.open(name, payload_bytes), found, advance)
         if errors:
             damaged += 1
             more = f" (and {count(len(errors) - 1, 'more block')})" if len(errors) > 1 else ""
@@ -257,21 +258,12 @@ def _tell_slots(report: Report, run: Committed) -> None:
         report.say("other slots", f"{count(len(spare), 'file')}, {size(nbytes)}: for the next step")
 
 
-def _tell_checkpoints(report: Report, directories: list[Path]) -> None:
-    folders = [p for d in directories for p in list_directory(d / CHECKPOINTS) if p.is_dir()]
-    nbytes = sum(_length(f) for folder in folders for f in folder.rglob("*") if f.is_file())
-    report.facts |= {"checkpoints": len({f.name for f in folders}), "checkpoint_bytes": nbytes}
-    if folders:
-        num = len({folder.name for folder in folders})
-        report.say("checkpoints", f"{num} linked, {size(nbytes)}; not verified")
-
-
-def _tell_leftovers(
+def _find_leftovers(
     report: Report,
     files: RunFiles,
     found: list[FoundRecord],
     layouts: list[PageLayout] | None,
-) -> None:
+) -> list[Leftover]:
     pages: set[str] = {layout.key for layout in layouts or []}
     small: set[str] | None = set()
     for each in found:
@@ -279,18 +271,22 @@ def _tell_leftovers(
         needed = needed_small_files(each.record)
         small = small | needed if small is not None and needed is not None else None
     leftovers, foreign = find_leftovers(files.directories, pages, small)
-    # Without the pages nobody knows what belongs to them.
-    report.leftovers = leftovers if layouts is not None else []
     if foreign:
         names = ", ".join(path.name for path in foreign[:4])
         more = ", ..." if len(foreign) > 4 else ""
         report.say("other files", f"{len(foreign)}, not of a run: {names}{more}")
-    if report.leftovers:
-        nbytes = sum(leftover.nbytes for leftover in report.leftovers)
+    # Without the pages nobody knows what belongs to them.
+    return leftovers if layouts is not None else []
+
+
+def _tell_leftovers(report: Report, leftovers: list[Leftover]) -> None:
+    report.leftovers = leftovers
+    if leftovers:
+        nbytes = sum(leftover.nbytes for leftover in leftovers)
         report.warn(
             "leftovers",
-            f"{count(len(report.leftovers), 'file')}, {size(nbytes)}",
-            "No commit needs them: --prune removes them.",
+            f"{len(leftovers)}, {size(nbytes)}",
+            "No commit and no checkpoint needs them: --prune removes them.",
         )
 
 
@@ -303,7 +299,7 @@ def _prune(report: Report) -> None:
     report.leftovers = []
     nbytes = sum(leftover.nbytes for leftover in report.pruned)
     report.findings = [each for each in report.findings if each.name != "leftovers"]
-    report.say("prune", f"removed {count(len(report.pruned), 'file')}, {size(nbytes)}")
+    report.say("prune", f"removed {len(report.pruned)}, {size(nbytes)}")
 
 
 def _bytes_of(files: RunFiles) -> int:
@@ -319,7 +315,7 @@ def _length(path: Path) -> int:
 
 def is_run(path: Path) -> bool:
     """Tell whether a directory is one of a run."""
-    return (path / "pages").is_dir() or any(path.glob("commit.[01]"))
+    return any((path / name).is_dir() for name in ("pages", FOLDER)) or has_commits(path)
 
 
 def has_commits(path: Path) -> bool:

@@ -6,16 +6,20 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mt_lightning.commands.verify.linked import verify_linked
 from mt_lightning.commands.verify.report import Report, count, size
 from mt_lightning.commands.verify.run_directory import Begin
 from mt_lightning.errors import ConfigError
 from mt_lightning.export.shards import INDEX_NAME
 from mt_lightning.export.weights import TensorWeights
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+from mt_lightning.plugins.linked import RUN_STATE
+from mt_lightning.tiers.manifest_reader import is_manifest
 
 _READ_BYTES = 4 << 20
 _MOST_NAMES = 4
@@ -26,34 +30,36 @@ _NOT_FINITE = "It was saved like this: the training had diverged, or such values
 def verify_checkpoint(path: Path, begin: Begin) -> Report:
     """Verify a checkpoint file: that it can be read whole, its CRCs, its values."""
     report = Report("checkpoint", [path], facts={"bytes": path.stat().st_size})
-    if _starts_as_json(path):
-        report.warn(
-            "checkpoint",
-            "the manifest of a linked checkpoint",
-            "Its pages are not verified: load it with trainer.fit(ckpt_path=...).",
-        )
+    whole = _read_linked if is_manifest(path) else _read_standard
+    checkpoint = whole(report, path, begin)
+    if checkpoint is None:
         return report
-    try:
-        checkpoint = PagedCheckpointIO().load_checkpoint(path)
-    except ConfigError as error:
-        reason = str(error).splitlines()[0]
-        report.blame("checkpoint", reason, _AGAIN)
-        return report
-    crcs_are_right = _check_crcs(report, path, begin)
     tensors = dict(_walk(checkpoint))
     step = checkpoint.get("global_step") if isinstance(checkpoint, dict) else None
     nbytes = sum(tensor.nbytes for tensor in tensors.values())
     report.facts |= {"step": step, "tensors": len(tensors), "tensor_bytes": nbytes}
     at = f" at step {step}" if isinstance(step, int) else ""
     report.say("checkpoint", f"{count(len(tensors), 'tensor')}, {size(nbytes)}{at}")
-    if crcs_are_right:
+    if not report.damaged:
         _check_finite(report, TensorWeights(tensors, private=True), begin)
     return report
 
 
-def _starts_as_json(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.read(64).lstrip()[:1] == b"{"
+def _read_standard(report: Report, path: Path, begin: Begin) -> Any:
+    try:
+        checkpoint = PagedCheckpointIO().load_checkpoint(path)
+    except ConfigError as error:
+        report.blame("checkpoint", str(error).splitlines()[0], _AGAIN)
+        return None
+    _check_crcs(report, path, begin)
+    return checkpoint
+
+
+def _read_linked(report: Report, path: Path, begin: Begin) -> Any:
+    checkpoint = verify_linked(report, path, begin)
+    if checkpoint is not None:
+        checkpoint.pop(RUN_STATE, None)
+    return checkpoint
 
 
 def _walk(value: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

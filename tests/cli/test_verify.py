@@ -372,7 +372,9 @@ def test_a_checkpoint_is_verified(trained: Path, workplace: Path, verify: Any) -
     Path("c.ckpt").write_bytes(b"no checkpoint")
     assert verify("c.ckpt").code == 1
     Path("d.ckpt").write_text('{"linked": "checkpoint"}')
-    assert verify("d.ckpt").code == 0
+    found = verify("d.ckpt")
+    assert found.code == 1
+    assert "is no checkpoint" in found.rows("bad")[0]
     weight[0, 0] = float("nan")
     torch.save(checkpoint, "e.ckpt")
     found = verify("e.ckpt")

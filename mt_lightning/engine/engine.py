@@ -369,8 +369,9 @@ class Engine:
                 live.run.gradients.reset()
                 live.drain()
                 return
-            except Exception:
-                if not failed:
+            except BaseException as error:
+                # Ctrl-C as well: what follows must find every page at a commit.
+                if not failed or not isinstance(error, Exception):
                     self._rollback(live.run)
                     raise
                 log.exception("an update failed while the run was ending.")

@@ -179,8 +179,11 @@ def test_checkpoints_carry_packed_state_exactly(tmp_path: Path, first: str, seco
     resumed = run_on(make_second, second_strategy, path, steps=(8, 12))
 
     straight_path = tmp_path / "straight.ckpt"
-    run_on(compressed, "auto", straight_path, steps=(0, 8))
-    straight = run_on(compressed, "auto", straight_path, steps=(8, 12))
+    straight = run_on(compressed, "auto", straight_path, steps=(0, 12))
+    if "alone" in (first, second):
+        # Plain Lightning neither saves nor restores the generators that dropout draws from.
+        run_on(compressed, "auto", straight_path, steps=(0, 8))
+        straight = run_on(compressed, "auto", straight_path, steps=(8, 12))
     assert_same_training(straight, resumed)
 
 
@@ -191,9 +194,7 @@ def test_packed_adamw_resumes_its_own_checkpoint(tmp_path: Path) -> None:
     saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
     assert {"step", "packed"} <= saved[0].keys()
 
-    straight = tmp_path / "straight.ckpt"
-    run_on(compressed, "auto", straight, steps=(0, 8))
-    assert_same_training(run_on(compressed, "auto", straight, steps=(8, 12)), resumed)
+    assert_same_training(run_on(compressed, "auto", tmp_path / "all.ckpt", steps=(0, 12)), resumed)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ class Saves(Callback):
 def test_a_drive_that_fails_while_pages_are_written_back(
     tmp_path: Path, file: str, nth: int
 ) -> None:
-    fault = Fault(op="write", kind="eio", name_pattern=file, nth=nth)
+    fault = Fault(op="write", kind="eio", name_pattern=file, nth=nth, times=1000)
     module = Tiny(adamw)
     strategy = paged(tmp_path / "pages", _wrap_store=lambda store: FaultyStore(store, [fault]))
     with pytest.raises(mt.StorageError, match="Input/output error"):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import MeanMetric
@@ -159,13 +160,14 @@ def train(
     seed_everything(seed)
     module = Told(stop, optimizer, rate)
     module.counting = Counting()
+    saves = any(isinstance(callback, ModelCheckpoint) for callback in more_callbacks)
     trainer = Trainer(
         strategy=strategy,
         max_steps=max_steps,
         max_epochs=-1,
         val_check_interval=min(4, num_samples // 2),
         callbacks=[module.counting, *more_callbacks],
-        **{**QUIET, "enable_checkpointing": bool(more_callbacks)},
+        **{**QUIET, "enable_checkpointing": saves},
         **settings,
     )
     loader = DataLoader(Tokens(num_samples, noisy), batch_size=2, shuffle=True, num_workers=workers)

@@ -30,6 +30,7 @@ from mt_lightning.plugins.run_file import (
     RUN_ID,
     RunFile,
     drop_beside,
+    is_taken_in,
     seal_inside,
     take_in,
 )
@@ -108,14 +109,12 @@ class PagedCheckpointIO(TorchCheckpointIO):
         """
         if storage_options is not None:
             raise TypeError("PagedCheckpointIO takes no storage_options.")
-        if "://" in str(path):
-            if self.format == "linked":
-                raise ConfigError(
-                    f"{path}: a linked checkpoint is on a drive of this machine. Give a local "
-                    "path, or use PagedCheckpointIO(format='lightning')."
-                )
-            super().save_checkpoint(checkpoint, path)
-            return
+        remote = "://" in str(path)
+        if remote and self.format == "linked":
+            raise ConfigError(
+                f"{path}: a linked checkpoint is on a drive of this machine. Give a local "
+                "path, or use PagedCheckpointIO(format='lightning')."
+            )
         target = Path(path)
         run = self.run if "optimizer_states" in checkpoint else None
         state = run.state() if run is not None else None
@@ -130,6 +129,11 @@ class PagedCheckpointIO(TorchCheckpointIO):
             checkpoint[RUN_STATE] = seal_inside(state[0], state[1].read_bytes())
         elif run is not None and state is None:
             checkpoint[RUN_ID] = run_id
+        elif is_taken_in(checkpoint):  # loaded, and saved again
+            checkpoint[RUN_STATE] = seal_inside(**checkpoint[RUN_STATE])
+        if remote:
+            super().save_checkpoint(checkpoint, path)
+            return
         old = folders_of(target)
         part = target.with_name(f"{target.name}.part")
         try:
@@ -208,7 +212,9 @@ class PagedCheckpointIO(TorchCheckpointIO):
             CorruptPageError: A file of a linked checkpoint is damaged.
         """
         if "://" in str(path):
-            return super().load_checkpoint(path, weights_only=weights_only)
+            remote = super().load_checkpoint(path, weights_only=weights_only)
+            take_in(remote, path)
+            return remote
         if not Path(path).is_file():
             raise FileNotFoundError(f"Checkpoint file not found: {path}")
         only = True if weights_only is None else weights_only
@@ -223,5 +229,5 @@ class PagedCheckpointIO(TorchCheckpointIO):
                 "objects other than tensors and plain values, pass weights_only=False."
             ) from error
         if isinstance(checkpoint, dict):
-            take_in(checkpoint, Path(path))
+            take_in(checkpoint, path)
         return checkpoint

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,20 @@ def drop_beside(path: str | os.PathLike[str]) -> None:
         file.unlink(missing_ok=True)
 
 
-def take_in(checkpoint: dict[str, Any], path: Path) -> None:
+def is_taken_in(checkpoint: Mapping[str, Any]) -> bool:
+    """Tell whether a loaded checkpoint holds the state of a run."""
+    found = checkpoint.get(RUN_STATE)
+    return isinstance(found, Mapping) and {"state", "buffers"} == found.keys()
+
+
+def take_in(checkpoint: dict[str, Any], path: str | os.PathLike[str]) -> None:
     """Put what lies in or beside a standard file into its checkpoint, as in a linked one.
 
     What is missing or damaged becomes a reason under `MISSING`: the weights are there all the same.
 
     Args:
         checkpoint: As it was loaded; changed.
-        path: Its file, or a symbolic link to it.
+        path: Its file, a symbolic link to it, or its URL.
     """
     run_id, inside = checkpoint.pop(RUN_ID, None), checkpoint.get(RUN_STATE)
     try:
@@ -154,7 +161,7 @@ def take_in(checkpoint: dict[str, Any], path: Path) -> None:
             data = inside.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             checkpoint[RUN_STATE] = unseal(data, NO_ID, str(path))
         elif inside is None and isinstance(run_id, str):
-            file = beside(os.path.realpath(path))
+            file = beside(path if "://" in str(path) else os.path.realpath(path))
             if not os.path.lexists(file):
                 checkpoint[RUN_STATE] = {
                     MISSING: f"{file}, which lay beside the checkpoint, is not there (it goes with "

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from mt_lightning.errors import CorruptPageError
 from mt_lightning.plugins.linked import RUN_STATE
-from mt_lightning.plugins.run_file import MISSING
+from mt_lightning.plugins.run_file import MISSING, is_taken_in
 from mt_lightning.resume.packer import unpack
 from mt_lightning.resume.run_state import difference
 
@@ -31,10 +31,11 @@ def state_in(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> dict[str, An
         checkpoint: As `PagedCheckpointIO` loads it.
     """
     found = checkpoint.get(RUN_STATE)
-    if not isinstance(found, Mapping):
-        return "it holds no state of a paged run"
-    if MISSING in found:
+    if isinstance(found, Mapping) and MISSING in found:
         return str(found[MISSING])
+    if not is_taken_in(checkpoint):
+        return "it holds no state of a paged run"
+    assert found is not None
     try:
         state = unpack(found["state"])
     except CorruptPageError as error:

@@ -128,7 +128,8 @@ class RunKeeper:
         """
         state = state_in(self._trainer, checkpoint)
         if not isinstance(state, str):
-            self._state = {**state, "kept_buffers": self._buffers.name}
+            kept = {"kept_buffers": self._buffers.name, DESCRIPTION_KEY: self._description}
+            self._state = {**state, **kept}
             self.begin()
         elif checkpoint.get("global_step"):
             log.warning(

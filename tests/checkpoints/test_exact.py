@@ -151,6 +151,27 @@ def test_it_goes_on_from_the_end_of_a_fit_and_from_a_resumed_run(tmp_path: Path)
     assert assert_goes_on_as(train("auto", seed=9), last) == 13
 
 
+def test_it_goes_on_from_what_an_error_left(tmp_path: Path) -> None:
+    saving = at_validation(tmp_path, save_on_exception=True)
+    run(tmp_path, "a", saving, stop=6)
+    path = tmp_path / "ck" / "step=6.ckpt"
+    second = run(tmp_path, "b", at_validation(tmp_path), ckpt_path=path)
+    assert assert_goes_on_as(straight(), second) == 6
+
+
+@pytest.mark.parametrize("linking", [False, True])
+def test_a_checkpoint_that_is_loaded_and_saved_elsewhere_keeps_its_state(
+    tmp_path: Path, linking: bool
+) -> None:
+    run(tmp_path, "a", every(tmp_path, 6), linking=linking, max_steps=7)
+    io, path, url = mt.PagedCheckpointIO(), tmp_path / "ck" / "step=6.ckpt", "memory://six.ckpt"
+    io.save_checkpoint(io.load_checkpoint(path), url)
+    io.save_checkpoint(io.load_checkpoint(url), tmp_path / "one.ckpt")
+    io.remove_checkpoint(path)
+    second = run(tmp_path, "b", every(tmp_path, 6), ckpt_path=tmp_path / "one.ckpt")
+    assert assert_goes_on_as(straight(), second) == 6
+
+
 @pytest.fixture(scope="module")
 def six(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a checkpoint of step 6, saved in the middle of its batch, and another beside it."""

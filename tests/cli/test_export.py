@@ -43,7 +43,9 @@ def test_packed_state_can_be_unpacked_for_plain_lightning(tmp_path: Path) -> Non
     packed, plain = tmp_path / "packed.ckpt", tmp_path / "plain.ckpt"
     save(packed, paged(True))
     assert main(["export", str(packed), str(plain), "--optimizer", "adamw"]) == 0
-    fit(make_net(adamw), "auto", max_steps=12, ckpt_path=plain)
+    # Without the state of the run, which plain Lightning has no use for: random numbers go with it.
+    kept = torch.load(plain, weights_only=True)
+    torch.save({k: v for k, v in kept.items() if k != "megatrain_run"}, plain)
     raw, again = make_net(adamw), make_net(adamw)
     fit(raw, "auto", max_steps=12, ckpt_path=plain)
     fit(again, paged(False), max_steps=12, ckpt_path=plain)

@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.types import _PATH
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.io import CheckpointIO
@@ -25,6 +24,7 @@ from typing_extensions import override
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.machine import fresh_directory, open_machine
 from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
+from mt_lightning.engine.undo import refuse_lost
 from mt_lightning.errors import ConfigError
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
@@ -353,14 +353,6 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         return True
 
     @override
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any = None
-    ) -> None:
-        """Save; a plugin that serves several trainers asks this run."""
-        serve(self.checkpoint_io, self._saved)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights page by page and commit them."""
         if self._keeper is not None:
@@ -375,6 +367,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             optimizer.load_state_dict(state)
         self._keeper.adopt(checkpoint)  # type: ignore[union-attr]
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save, unless a fit that failed has left the weights steps behind the loops."""
+        lost = self._engine.num_lost if self._engine is not None else 0
+        refuse_lost(lost, checkpoint["global_step"] - lost)
+        serve(self.checkpoint_io, self._saved)  # a plugin may serve several trainers
+        super().save_checkpoint(checkpoint, *args, **kwargs)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

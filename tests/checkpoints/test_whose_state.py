@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
+import torch
 
 import mt_lightning as mt
 from mt_lightning.plugins.linked import RUN_STATE
@@ -19,7 +20,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoin
 class Breaking(Net):
     """Breaks off behind its third step."""
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        del outputs, batch, batch_idx
         if self.global_step == 3:
             raise RuntimeError("behind the step")
 
@@ -58,3 +60,39 @@ def test_one_plugin_keeps_the_runs_of_two_trainers_apart(tmp_path: Path, format:
         assert found["global_step"] == steps
         loops = unpack(found[RUN_STATE]["state"])["loops"]
         assert loops["epoch_loop.batch_progress"]["total"]["completed"] == steps
+
+
+class Failing(torch.optim.SGD):
+    """Fails once it is told to."""
+
+    broken = False
+
+    def step(self, closure: Any = None) -> Any:
+        if Failing.broken:
+            raise OSError("the update fails")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("format", ["linked", "lightning"])
+def test_weights_that_are_steps_behind_the_loops_are_not_saved(
+    tmp_path: Path, format: Literal["linked", "lightning"]
+) -> None:
+    class Module(Net):
+        def configure_optimizers(self) -> Any:
+            Failing.broken = False
+            return Failing([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            del batch, batch_idx
+            Failing.broken = self.global_step == 2
+
+    module = Module()
+    strategy = paged(tmp_path / "pages", durability="checkpoint")
+    with pytest.raises(OSError, match="the update fails"):
+        fit(tmp_path, strategy, module=module, io=mt.PagedCheckpointIO(format))
+    assert strategy.engine is not None
+    assert strategy.engine.num_lost == 2
+    for weights_only in (False, True):
+        with pytest.raises(mt.StepError, match="2 step"):
+            module.trainer.save_checkpoint(tmp_path / "some.ckpt", weights_only=weights_only)
+    assert not (tmp_path / "some.ckpt").exists()

@@ -15,6 +15,9 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import Strategy
 from torch.utils.data import DataLoader
 
+from mt_lightning.plugins.linked import RUN_STATE
+from mt_lightning.plugins.run_file import RUN_ID
+
 from . import zoo
 from .outcome import Outcome
 from .recipe import NUM_EPOCHS, NUM_VAL_BATCHES, Recipe
@@ -124,9 +127,15 @@ def save_checkpoint(session: Session, trainer: Trainer, name: str) -> None:
     """Save a standard checkpoint and record what it holds."""
     path = session.directory / "recorded.ckpt"
     trainer.save_checkpoint(path)
-    checkpoint = torch.load(path, weights_only=True)
+    checkpoint = standard(path)
     del checkpoint["callbacks"]  # paths
     session.outcome.add(name, checkpoint)
+
+
+def standard(path: Path) -> dict[str, Any]:
+    """Load what plain Lightning has in a checkpoint too; paged runs add how to go on exactly."""
+    checkpoint = torch.load(path, weights_only=True)
+    return {k: v for k, v in checkpoint.items() if k not in (RUN_STATE, RUN_ID)}
 
 
 def peek(session: Session, module: LightningModule, name: str) -> None:
@@ -233,7 +242,9 @@ def first_leg(session: Session) -> Path:
     """Fit for one epoch, with a checkpoint at its end; return the path."""
     trainer = session.trainer(callbacks=[_saver(session)], max_epochs=1)
     session.fit(trainer, make_subject(session.recipe))
-    return session.directory / "epoch=0.ckpt"
+    path = session.directory / "epoch=0.ckpt"
+    torch.save(standard(path), path)
+    return path
 
 
 def second_leg(session: Session, path: Path) -> None:

@@ -318,8 +318,7 @@ class Attached:
         if self.run.writer.dirty:
             self.run.writer.flush()
             self.run.steps.commit_now(weights=True)
-        took_ms = (time.perf_counter() - begin) * 1e3
-        if took_ms >= _TOLD_MS:
+        if (took_ms := (time.perf_counter() - begin) * 1e3) >= _TOLD_MS:
             log.info("drained in %.0f ms: what was due of the last step is written.", took_ms)
         if self._stats.steps:
             report_first_step(self.run)
@@ -330,11 +329,6 @@ class Attached:
             # User code and load_state_dict may write to these at any time, and nothing tells us.
             if hash_blocks(entry.frame.memory) != entry.page.weight.sums[0]:
                 entry.dirty = self.run.writer.dirty = True
-
-    @property
-    def num_edits(self) -> int:
-        """How often weights or state were written outside a step, as far as that is known."""
-        return self.run.steps.commits.num_edits + self.run.writer.dirty
 
     # -- what user code sees ----------------------------------------------------------------------
 

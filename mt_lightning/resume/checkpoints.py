@@ -71,7 +71,7 @@ class SavedCheckpoints:
         assert engine is not None
         if any(saved_step == engine.num_steps for saved_step, _, _ in self._waiting):
             engine.live.find_edits()
-        step, edits = engine.num_steps, engine.live.num_edits
+        step, edits = engine.num_steps, _num_edits(engine)
         self._last = (step, edits, state)
         for saved_step, saved_edits, put in self._waiting:
             if state is not None and (saved_step, saved_edits) == (step, edits):
@@ -96,7 +96,7 @@ class SavedCheckpoints:
         if engine.attached:
             if engine.num_steps != step:
                 return None if self._in_batch else "no batch of its run had ended"
-            if engine.live.num_edits != edits:
+            if _num_edits(engine) != edits:
                 return _WRITTEN
         elif engine.num_lost:
             return "its fit failed, and went back to an earlier step"
@@ -106,7 +106,7 @@ class SavedCheckpoints:
         """See `SavingRun`."""
         engine = self._engine()
         if engine is not None and self._in_batch:
-            self._waiting.append((engine.num_steps, engine.live.num_edits, put))
+            self._waiting.append((engine.num_steps, _num_edits(engine), put))
 
     def check(self, sources: Iterable[Path]) -> None:
         """Raise when there is no room to go on once these files are linked.
@@ -134,3 +134,9 @@ class SavedCheckpoints:
                 error.smallest_gb = smallest_gb
                 raise error
         check_room(files)
+
+
+def _num_edits(engine: Engine) -> int:
+    """Return how often weights or state were written outside a step, as far as that is known."""
+    run = engine.live.run
+    return run.steps.commits.num_edits + run.writer.dirty

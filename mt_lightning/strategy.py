@@ -180,7 +180,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         devices = self.parallel_devices or [torch.device("cpu")]
         if len(devices) > 1:
             raise ConfigError(
-                f"strategy='megatrain' runs on one device, not on {len(devices)}; pass devices=1."
+                f"'megatrain' runs on one device, not {len(devices)}; use Trainer(devices=1)."
             )
         if devices[0].type != "cpu":
             raise ConfigError(

@@ -23,6 +23,7 @@ from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
 from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_of_state
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
 from mt_lightning.plugins.linked import RUN_STATE
+from mt_lightning.plugins.run_file import RUN_ID
 
 _DESCRIPTION = """\
 Write the weights of a run or a checkpoint as safetensors. OUT is a directory that
@@ -81,7 +82,8 @@ def export_optimizer(source: Path, target: Path, form: str, progress: Progress) 
             f"{source} holds no optimizer state: it was saved with save_weights_only=True, or is "
             "not a checkpoint of a training run."
         )
-    checkpoint.pop(RUN_STATE, None)  # a standard file has none
+    for key in (RUN_STATE, RUN_ID):  # they belong to the state as it was saved
+        checkpoint.pop(key, None)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _spool(target) as directory:

@@ -25,7 +25,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
-    check(server, tmp_path, 4, ["eager", "clipped"], seed=3, **OFTEN)
+    check(server, tmp_path, 2, ["eager", "clipped"], seed=3, **OFTEN)
 
 
 @pytest.mark.slow

@@ -91,6 +91,7 @@ class Held(pl.Callback):
 
     def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
         run = trainer.strategy.engine.live.run
+        run.steps._worker.drain()  # updates of the step before hold their pages
         resident = set(run.build.resident)
         entries = run.pool._entries.values()
         self.pins = sum(e.pins for e in entries if e.page.index not in resident)

@@ -58,7 +58,7 @@ def test_a_slow_drive_is_named_with_its_queue(
     filled: Fill, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Seen by the thread of the watch itself, while everybody else waits."""
-    gate = threading.Event()
+    gate, before = threading.Event(), set(threading.enumerate())
     store = MemoryStore()
     store.create("p00000.weight.0", 8192)
     slow = ThrottledStore(store, 1e3, 1e3, sleep=lambda seconds: gate.wait(10))
@@ -80,7 +80,8 @@ def test_a_slow_drive_is_named_with_its_queue(
     assert "read of 4096 bytes at offset 4096, p00000.weight.0, has taken" in caplog.messages[0]
     assert "2 operation(s) are under way and 5 blocks wait" in caplog.messages[0]
     assert "ended after" in caplog.text
-    assert not any(thread.name == "megatrain-watch" for thread in threading.enumerate())
+    after = set(threading.enumerate()) - before
+    assert not any(thread.name == "megatrain-watch" for thread in after)
 
 
 def test_a_slow_device_is_named(filled: Fill, caplog: pytest.LogCaptureFixture) -> None:

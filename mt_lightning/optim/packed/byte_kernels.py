@@ -6,13 +6,11 @@ here too, but for the batches: bytes need no packing.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from mt_lightning.optim.jit import jit
+from mt_lightning.optim.packed.blocks import FRACTION, INFINITY, load_grad, load_moments
 from mt_lightning.optim.packed.draws import GOLDEN, draw, salt_of
 from mt_lightning.optim.packed.machine import (
     add32,
@@ -21,27 +19,25 @@ from mt_lightning.optim.packed.machine import (
     bits_of,
     copy_bytes,
     float_of,
+    inlined,
     mul32,
     or32,
     prefetch,
     sar32,
     shl32,
     shr32,
+    spliced,
     stack,
     wide,
 )
 from mt_lightning.optim.packed.records import M8V8
 
 f32, i32, u32, u8 = np.float32, np.int32, np.uint32, np.uint8
-_inlined: Any = numba.njit(forceinline=True, error_model="numpy")
-_spliced: Any = numba.njit(inline="always", error_model="numpy")
 
 _SIZE = M8V8.record_bytes
 _AHEAD = 1024
 """Elements from a block to the one that is fetched meanwhile."""
 
-_FRACTION = i32(0x7FFFFFFF)
-_INFINITY = i32(0x7F800000)
 _BF16 = i32(-65536)
 _BF16_MAX = i32(0x7F7F0000)
 _TINY = f32(2.0**-126)
@@ -63,7 +59,7 @@ _V_MASK = i32(-(1 << M8V8.level_shift - M8V8.draw_bits))
 _V_OFFSET = i32((1 << M8V8.level_shift - M8V8.draw_bits - 1) - M8V8.lowest_bits)
 
 
-@_inlined
+@inlined
 def _m_value(c, scale):
     """Return the value of an m code."""
     x = i32(c)
@@ -73,24 +69,24 @@ def _m_value(c, scale):
     return float_of(or32(bits_of(y), shl32(and32(x, i32(128)), i32(24)))) * scale
 
 
-@_inlined
+@inlined
 def _v_level(k):
     """Return the level of a v code."""
     return float_of(add32(shl32(i32(k), _V_SHIFT), _V_LOW))
 
 
-@_inlined
+@inlined
 def _m_scale_of(r):
     return float_of(or32(shl32(i32(r[256]), i32(16)), shl32(i32(r[257]), i32(24))))
 
 
-@_inlined
+@inlined
 def _v_scale_of(r):
     low = or32(i32(r[258]), shl32(i32(r[259]), i32(8)))
     return float_of(or32(low, or32(shl32(i32(r[260]), i32(16)), shl32(i32(r[261]), i32(24)))))
 
 
-@_spliced
+@spliced
 def _encode_block(m, v, m_top, v_top, key, index, spread, r):
     """Write the record of a block whose largest |m| and v have these bits."""
     m_scale = float_of(min(and32(add32(m_top, i32(0x8000)), _BF16), _BF16_MAX))
@@ -100,7 +96,7 @@ def _encode_block(m, v, m_top, v_top, key, index, spread, r):
     inverse = f32(1) / m_scale if m_scale > f32(0) else f32(0)
     for j in range(128):
         x = bits_of(m[j])
-        y = float_of(and32(x, _FRACTION)) * inverse
+        y = float_of(and32(x, FRACTION)) * inverse
         c = sar32(add32(bits_of(max(y, _M_FLOOR)), _M_OFFSET), _M_SHIFT)
         r[j] = or32(c, and32(shr32(x, i32(24)), i32(128))) if c != i32(0) else i32(0)
     inverse = f32(1) / v_scale if v_scale > f32(0) else f32(0)
@@ -153,15 +149,7 @@ def step_bytes(param, grad, records, constants, kappa, key, first, numel):
             prefetch(behind(grad, at + _AHEAD + 16 * line))
         m_scale = _m_scale_of(r)
         v_scale = _v_scale_of(r) * b2
-        if l2 != f32(0) or sign != f32(1):
-            for j in range(128):
-                g[j] = q[j] * sign
-            if l2 != f32(0):
-                for j in range(128):
-                    g[j] = g[j] + p[j] * l2
-        else:
-            for j in range(128):
-                g[j] = q[j]
+        load_grad(p, q, l2, sign, g)
         m_top = i32(0)
         v_top = u32(0)
         for j in range(128):
@@ -173,11 +161,11 @@ def step_bytes(param, grad, records, constants, kappa, key, first, numel):
             v[j] = v_new
             root = np.sqrt(v_new + kappa * v_old) * inverse_root_scale
             p[j] = p[j] * decay + (rate * m_new) / (root + eps)
-            m_top = max(m_top, and32(bits_of(m_new), _FRACTION))
+            m_top = max(m_top, and32(bits_of(m_new), FRACTION))
             v_top = max(v_top, u32(bits_of(v_new)))
         for j in range(numel - at, 128):
             v[j] = f32(0)
-        if m_top < _INFINITY and v_top < u32(_INFINITY):
+        if m_top < INFINITY and v_top < u32(INFINITY):
             _encode_block(m, v, m_top, i32(v_top), key, first + at, spread, r)
             copy_bytes(record, start, _SIZE)
 
@@ -217,16 +205,8 @@ def encode_bytes(exp_avg, exp_avg_sq, records, key, first):
     for block in range(len(exp_avg) // 128):
         m_in = carray(behind(exp_avg, block * 128), (128,), f32)
         v_in = carray(behind(exp_avg_sq, block * 128), (128,), f32)
-        m_top = i32(0)
-        v_top = i32(0)
-        v_least = i32(0)
-        for j in range(128):
-            m[j] = m_in[j]
-            v[j] = v_in[j] + f32(0)  # turns -0 into 0
-            m_top = max(m_top, and32(bits_of(m[j]), _FRACTION))
-            v_top = max(v_top, bits_of(v[j]))
-            v_least = min(v_least, bits_of(v[j]))
-        if m_top >= _INFINITY or v_top >= _INFINITY or v_least < i32(0):
+        m_top, v_top, fit = load_moments(m_in, v_in, m, v)
+        if not fit:
             num_unfit += 1
             continue
         _encode_block(m, v, m_top, v_top, key, first + block * 128, spread, r)

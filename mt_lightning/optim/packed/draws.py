@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 
-from mt_lightning.optim.packed.machine import mul32, shr32, xor32
+from mt_lightning.optim.packed.machine import inlined, mul32, shr32, xor32
 
 i32 = np.int32
-_inlined: Any = numba.njit(forceinline=True, error_model="numpy")
 
 GOLDEN = i32(0x9E3779B9 - (1 << 32))
 """Factor of an element's index."""
@@ -19,14 +15,14 @@ _MIX1 = i32(0x7FEB352D)
 _MIX2 = i32(0x846CA68B - (1 << 32))
 
 
-@_inlined
+@inlined
 def _mix_rest(x):
     x = mul32(x, _MIX1)
     x = mul32(xor32(x, shr32(x, i32(15))), _MIX2)
     return xor32(x, shr32(x, i32(16)))
 
 
-@_inlined
+@inlined
 def salt_of(key, index):
     """Return what all draws of the block that begins at element `index` have in common."""
     high = i32(index >> 32)
@@ -34,7 +30,7 @@ def salt_of(key, index):
     return xor32(salt, shr32(salt, i32(16)))  # the first step of the hash, taken for all
 
 
-@_inlined
+@inlined
 def draw(product, salt):
     """Return 32 random bits: lowbias32 of an element's index times GOLDEN, and the key."""
     return _mix_rest(xor32(xor32(product, shr32(product, i32(16))), salt))

@@ -19,13 +19,11 @@ is found, the record stays as it was; the weights have been written as the formu
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from mt_lightning.optim.jit import jit
+from mt_lightning.optim.packed.blocks import FRACTION, INFINITY, load_grad, load_moments
 from mt_lightning.optim.packed.draws import GOLDEN, draw, salt_of
 from mt_lightning.optim.packed.machine import (
     add32,
@@ -34,12 +32,14 @@ from mt_lightning.optim.packed.machine import (
     bits_of,
     float_of,
     fma,
+    inlined,
     mul32,
     or32,
     prefetch,
     sar32,
     shl32,
     shr32,
+    spliced,
     stack,
     wide,
 )
@@ -59,8 +59,6 @@ f32, i32, u32, u8 = np.float32, np.int32, np.uint32, np.uint8
 
 # numba optimises a function before it hands it to a caller. Loops must not go through that alone:
 # they would be made into vectors without knowing that the caller's buffers do not overlap.
-_inlined: Any = numba.njit(forceinline=True, error_model="numpy")
-_spliced: Any = numba.njit(inline="always", error_model="numpy")
 
 _BATCH = 8
 """Blocks in a batch."""
@@ -69,8 +67,6 @@ _STRIDE = 144
 """Bytes between the v codes of two blocks of a batch; slot 128 of R1 is behind the last code."""
 
 _M4V4, _R2, _R1 = M4V4.code, R2.code, R1.code
-_FRACTION = i32(0x7FFFFFFF)
-_INFINITY = i32(0x7F800000)
 _ONE = i32(127 << 23)
 _TINY = f32(2.0**-126)
 _BF16 = i32(-65536)
@@ -78,7 +74,7 @@ _KEEP = i32(-1)
 """In place of scales: the record stays as it is."""
 
 
-@_spliced
+@spliced
 def _unpack(r, code, c, k):
     """Spread the codes of record `r` into bytes: `c` of m and `k` of v."""
     split_nibbles(r, c)
@@ -93,7 +89,7 @@ def _unpack(r, code, c, k):
             split_third_bits(behind(r, 96), k)
 
 
-@_spliced
+@spliced
 def _pack(c, k, scales, code, size, r):
     """Write record `r` of a block: codes as bytes, and the bits of both bfloat16 scales."""
     join_nibbles(c, r)
@@ -112,13 +108,13 @@ def _pack(c, k, scales, code, size, r):
         tail[j] = u8(shr32(scales, i32(8 * j)))
 
 
-@_inlined
+@inlined
 def _scale_of(record, at):
     """Return the scale whose bfloat16 lies at byte `at`."""
     return float_of(or32(shl32(i32(record[at]), i32(16)), shl32(i32(record[at + 1]), i32(24))))
 
 
-@_inlined
+@inlined
 def _decode_m(c, scale):
     """Return the value of an m code."""
     x = i32(c)
@@ -127,13 +123,13 @@ def _decode_m(c, scale):
     return float_of(or32(bits_of(y), shl32(and32(x, i32(8)), i32(28)))) * scale
 
 
-@_inlined
+@inlined
 def _level(k, shift, low):
     """Return the level of a v code."""
     return float_of(add32(shl32(i32(k), shift), low))
 
 
-@_inlined
+@inlined
 def _scales(m_top, v_top, code):
     """Return the scales of a block whose largest |m| and v have these bits."""
     m_scale = float_of(and32(bits_of(float_of(m_top) / f32(6)), _BF16))
@@ -148,19 +144,19 @@ def _scales(m_top, v_top, code):
     return m_scale, v_scale
 
 
-@_inlined
+@inlined
 def _joined(m_scale, v_scale):
     """Return the bits of both scales as they lie in a record."""
     return or32(shr32(bits_of(m_scale), i32(16)), bits_of(v_scale))
 
 
-@_spliced
+@spliced
 def _encode_block(m, v, m_scale, v_scale, fmt, key, index, spread, c, k):
     """Write the codes of one block to bytes of `c` and `k`; `v` is used up."""
     inverse = f32(1) / m_scale if m_scale > f32(0) else f32(0)
     for j in range(128):
         x = bits_of(m[j])
-        y = float_of(and32(x, _FRACTION)) * inverse  # at most 6.05: the scale was cut
+        y = float_of(and32(x, FRACTION)) * inverse  # at most 6.05: the scale was cut
         # Codes are linear in bits from 1 upwards; what is below is moved into [1/2, 1) and is, too.
         y = max(y, f32(0.5) * y + f32(0.5))
         m_code = sar32(add32(bits_of(y), i32((1 << 21) - (252 << 22))), i32(22))
@@ -235,15 +231,7 @@ def step_packed(param, grad, records, size, constants, fmt, kappa, key, first, n
                 prefetch(behind(grad, at + _BATCH * 128 + 16 * line))
             m_scale = _scale_of(r, size - 4)
             v_scale = _scale_of(r, size - 2) * b2
-            if l2 != f32(0) or sign != f32(1):
-                for j in range(128):
-                    g[j] = q[j] * sign
-                if l2 != f32(0):
-                    for j in range(128):
-                        g[j] = g[j] + p[j] * l2
-            else:
-                for j in range(128):
-                    g[j] = q[j]
+            load_grad(p, q, l2, sign, g)
             m_top = i32(0)
             v_top = u32(0)
             for j in range(128):
@@ -255,12 +243,12 @@ def step_packed(param, grad, records, size, constants, fmt, kappa, key, first, n
                 v[j] = v_new
                 root = np.sqrt(v_new + kappa * v_old) * inverse_root_scale
                 p[j] = p[j] * decay + (rate * m_new) / (root + eps)
-                m_top = max(m_top, and32(bits_of(m_new), _FRACTION))
+                m_top = max(m_top, and32(bits_of(m_new), FRACTION))
                 v_top = max(v_top, u32(bits_of(v_new)))
             for j in range(numel - at, 128):
                 v[j] = f32(0)
             scales[i] = _KEEP
-            if m_top < _INFINITY and v_top < u32(_INFINITY):
+            if m_top < INFINITY and v_top < u32(INFINITY):
                 m_scale, v_scale = _scales(m_top, i32(v_top), code)
                 scales[i] = _joined(m_scale, v_scale)
                 _encode_block(m, v, m_scale, v_scale, fmt, key, first + at, spread, c, k)
@@ -315,16 +303,8 @@ def encode_packed(exp_avg, exp_avg_sq, records, size, fmt, key, first):
     for block in range(len(exp_avg) // 128):
         m_in = carray(behind(exp_avg, block * 128), (128,), f32)
         v_in = carray(behind(exp_avg_sq, block * 128), (128,), f32)
-        m_top = i32(0)
-        v_top = i32(0)
-        v_least = i32(0)
-        for j in range(128):
-            m[j] = m_in[j]
-            v[j] = v_in[j] + f32(0)  # turns -0 into 0
-            m_top = max(m_top, and32(bits_of(m[j]), _FRACTION))
-            v_top = max(v_top, bits_of(v[j]))
-            v_least = min(v_least, bits_of(v[j]))
-        if m_top >= _INFINITY or v_top >= _INFINITY or v_least < i32(0):
+        m_top, v_top, fit = load_moments(m_in, v_in, m, v)
+        if not fit:
             num_unfit += 1
             continue
         m_scale, v_scale = _scales(m_top, v_top, code)

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import extending, types
+from numba import extending, njit, types
 from numba.core import cgutils
 
 # llvmlite, which numba brings:
 ir: Any = cgutils.ir  # pyright: ignore[reportPrivateImportUsage]
 intrinsic: Any = extending.intrinsic  # its type has the arguments of what it decorates
+
+inlined: Any = njit(forceinline=True, error_model="numpy")
+"""Compiles a small function, which LLVM puts into each kernel that calls it."""
+
+spliced: Any = njit(inline="always", error_model="numpy")
+"""Compiles nothing: numba itself puts the code of the function in place of each call."""
 
 
 @intrinsic

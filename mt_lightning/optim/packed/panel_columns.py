@@ -8,9 +8,6 @@ there, whatever the width.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
@@ -22,12 +19,12 @@ from mt_lightning.optim.packed.machine import (
     bits_of,
     copy_bytes,
     float_of,
+    inlined,
     stack,
     wide,
 )
 
 f32, f64, i32 = np.float32, np.float64, np.int32
-_inlined: Any = numba.njit(forceinline=True, error_model="numpy")
 
 _ONE = f32(1)
 _LEAST_COLUMN = 2.0**-16
@@ -36,7 +33,7 @@ ROOT_OLD, COLS, INVERSE, ACC = 0, 1, 2, 3
 """The vectors of the work space: sqrt(cols_old), cols, 1 / sqrt(cols), acc."""
 
 
-@_inlined
+@inlined
 def to_24_bits(x):
     """Round a positive float to 16 bits behind the first one."""
     return float_of(and32(add32(bits_of(x), i32(0x80)), i32(-256)))
@@ -133,20 +130,20 @@ def fold(vectors, work, width, column, numel, rho):
     copy_bytes(behind(vectors, size), behind(cols, 0), size)
 
 
-@_inlined
+@inlined
 def _share(acc, j, column, width, rest, often, seldom):
     """Return `acc[j]` over how many elements of the panel are in column j."""
     behind_first = j - column if j >= column else j - column + width
     return f64(acc[j]) * (often if behind_first < rest else seldom)
 
 
-@_inlined
+@inlined
 def _moved(old, f, rho):
     """Return a column after this step, before it is scaled."""
     return max(old + rho * (f - old), _LEAST_COLUMN)
 
 
-@_inlined
+@inlined
 def _sum8(lanes):
     total = lanes[0]
     for lane in range(1, 8):

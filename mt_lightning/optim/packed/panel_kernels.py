@@ -6,19 +6,18 @@ kernels hold here too.
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
 from numba import carray  # pyright: ignore[reportPrivateImportUsage]
 
 from mt_lightning.optim.jit import jit
+from mt_lightning.optim.packed.blocks import FRACTION, INFINITY, load_grad
 from mt_lightning.optim.packed.machine import (
     add32,
     and32,
     behind,
     bits_of,
     float_of,
+    inlined,
     lane_sum,
     or32,
     prefetch,
@@ -32,12 +31,10 @@ from mt_lightning.optim.packed.panel_columns import ACC, COLS, INVERSE, ROOT_OLD
 from mt_lightning.optim.packed.panels import C5, KAPPA_SQUARED
 
 f32, i32, u8, i8 = np.float32, np.int32, np.uint8, np.int8
-_inlined: Any = numba.njit(forceinline=True, error_model="numpy")
 
 _BATCH = 8
 _SIZE = C5.record_bytes
 _KAPPA = f32(KAPPA_SQUARED)
-_FRACTION = i32(0x7FFFFFFF)
 _ONE = f32(1)
 _TOP = f32(15)
 _MAGIC = f32(3 << 22)
@@ -50,7 +47,7 @@ _HUGE = f32(2.0**119)
 """128 of it have a sum."""
 
 
-@_inlined
+@inlined
 def _columns_sum(cols, tail, num_valid):
     """Return the sum of the first `num_valid` of a block's columns."""
     if num_valid >= 128:
@@ -60,18 +57,18 @@ def _columns_sum(cols, tail, num_valid):
     return lane_sum(behind(tail, 0))
 
 
-@_inlined
+@inlined
 def _a_of(r):
     return float_of(or32(shl32(i32(r[80]), i32(16)), shl32(i32(r[81]), i32(24))))
 
 
-@_inlined
+@inlined
 def _s_of(r):
     low = or32(shl32(i32(r[82]), i32(8)), shl32(i32(r[83]), i32(16)))
     return float_of(or32(low, shl32(i32(r[84]), i32(24))))
 
 
-@_inlined
+@inlined
 def _write_scales(r, a, s):
     a_bits, s_bits = bits_of(a), bits_of(s)
     r[80], r[81] = u8(shr32(a_bits, i32(16))), u8(shr32(a_bits, i32(24)))
@@ -79,25 +76,25 @@ def _write_scales(r, a, s):
         r[82 + j] = u8(shr32(s_bits, i32(8 * j + 8)))
 
 
-@_inlined
+@inlined
 def _scale_of_m(top):
     """Return a of a block whose largest |y| is `top`."""
     a = float_of(and32(add32(bits_of(top / _TOP), i32(0x8000)), i32(-65536)))
     return a if a >= _SMALL else f32(0)
 
 
-@_inlined
+@inlined
 def _scale_of_v(mean):
     s = to_24_bits(mean)
     return s if s >= _TINY else f32(0)
 
 
-@_inlined
+@inlined
 def _inverse(x, least):
     return _ONE / x if x >= least else f32(0)
 
 
-@_inlined
+@inlined
 def _code(y, inverse):
     return i8(bits_of(y * inverse + _MAGIC))
 
@@ -157,15 +154,7 @@ def step_blocks(param, grad, records, work, width, column, constants, extra, num
                 prefetch(behind(param, at + _BATCH * 128 + 16 * line))
                 prefetch(behind(grad, at + _BATCH * 128 + 16 * line))
             a, h = a_of[i], h_factor * k_of[i]
-            if l2 != f32(0) or sign != f32(1):
-                for j in range(128):
-                    g[j] = q[j] * sign
-                if l2 != f32(0):
-                    for j in range(128):
-                        g[j] = g[j] + p[j] * l2
-            else:
-                for j in range(128):
-                    g[j] = q[j]
+            load_grad(p, q, l2, sign, g)
             top = i32(0)
             for j in range(128):
                 m_old = (f32(c[j]) * a) * root_old[j]
@@ -178,7 +167,7 @@ def step_blocks(param, grad, records, work, width, column, constants, extra, num
                 p[j] = p[j] * decay + x
                 y[j] = m_new * inverse[j]
                 gg[j] = square
-                top = max(top, and32(bits_of(y[j]), _FRACTION))
+                top = max(top, and32(bits_of(y[j]), FRACTION))
             top_of[i] = float_of(top)
         for i in range(count):
             valid = min(128, numel - (begin + i) * 128)
@@ -268,7 +257,7 @@ def fit_blocks(exp_avg_sq, work, width, column, numel):
                 acc[j] += v[j] * inverse_k
 
 
-@_inlined
+@inlined
 def _mean_of(source, v, num_valid):
     """Copy v of a block, huge values cut, and return its mean; -1 if any value is unfit."""
     top = i32(0)
@@ -278,7 +267,7 @@ def _mean_of(source, v, num_valid):
         top = max(top, bits_of(x))
         least = min(least, bits_of(x))
         v[j] = min(x, _HUGE)
-    if top >= i32(0x7F800000) or least < i32(0):
+    if top >= INFINITY or least < i32(0):
         return f32(-1)
     return lane_sum(behind(v, 0)) / f32(num_valid)
 
@@ -306,12 +295,12 @@ def encode_blocks(exp_avg, exp_avg_sq, records, work, width, column, numel):
         top = i32(0)
         m_top = i32(0)
         for j in range(128):
-            m_top = max(m_top, and32(bits_of(m[j]), _FRACTION))
+            m_top = max(m_top, and32(bits_of(m[j]), FRACTION))
             x = m[j] / root_old[j]
             x = min(max(x, -_LARGE), _LARGE)
             y[j] = x
-            top = max(top, and32(bits_of(x), _FRACTION))
-        if mean < f32(0) or m_top >= i32(0x7F800000):
+            top = max(top, and32(bits_of(x), FRACTION))
+        if mean < f32(0) or m_top >= INFINITY:
             num_unfit += 1
             continue
         a, s = _scale_of_m(float_of(top)), _scale_of_v(min(mean, _LARGE))

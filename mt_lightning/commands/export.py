@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
-from mt_lightning.commands.export_model import ModelOptions, export_model
-from mt_lightning.errors import ConfigError, StorageError
+from mt_lightning.commands.export_model import ModelOptions, as_storage_error, export_model
+from mt_lightning.errors import ConfigError
 from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
 from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_of_state
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
@@ -85,15 +85,10 @@ def export_optimizer(source: Path, target: Path, form: str, progress: Progress) 
     for key in (RUN_STATE, RUN_ID):  # they belong to the state as it was saved
         checkpoint.pop(key, None)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with _spool(target) as directory:
-            return _export(checkpoint, target, form, directory, progress)
-    except OSError as error:
-        if isinstance(error, StorageError):
-            raise
-        raise StorageError(
-            error.errno, f"cannot write the checkpoint: {error.strerror}", str(target)
-        ) from error
+        with as_storage_error("checkpoint", target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with _spool(target) as directory:
+                return _export(checkpoint, target, form, directory, progress)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{source} does not hold the optimizer state of a training run: {error!r}."

@@ -99,7 +99,7 @@ def _export_plain(source: Opened, target: Path, advance: Callable[[int], None]) 
     check_dtypes(weights)
     nbytes = sum(each.nbytes for each in facts.values())
     part = target.with_name(f"{target.name}.part")
-    with _as_storage_error(target):
+    with as_storage_error("export", target):
         target.parent.mkdir(parents=True, exist_ok=True)
         check_room(target.parent, nbytes)
         # Further names of tied tensors are noted as safetensors' own save_model notes them.
@@ -139,27 +139,28 @@ def _export_pretrained(
 @contextmanager
 def _new_directory(target: Path) -> Iterator[Path]:
     """Give a directory beside `target` that gets its name when everything is in it."""
-    with _as_storage_error(target):
+    with as_storage_error("export", target):
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.part-{os.getpid()}")
         part.mkdir()
     try:
         yield part
-        with _as_storage_error(target):
+        with as_storage_error("export", target):
             part.replace(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
 
 
 @contextmanager
-def _as_storage_error(target: Path) -> Iterator[None]:
+def as_storage_error(what: str, target: Path) -> Iterator[None]:
+    """Name the file in an error of the file system that comes while `what` is written to it."""
     try:
         yield
     except OSError as error:
         if isinstance(error, StorageError):
             raise
         raise StorageError(
-            error.errno, f"cannot write the export: {error.strerror}", str(target)
+            error.errno, f"cannot write the {what}: {error.strerror}", str(target)
         ) from error
 
 

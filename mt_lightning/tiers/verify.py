@@ -80,17 +80,21 @@ def verify_rest(manifest: Manifest) -> None:
     path, (_, nbytes, expected) = manifest.rest_path, manifest.rest
     fd = open_regular(path)
     try:
-        found = os.fstat(fd).st_size
-        if found != nbytes:
-            raise CorruptPageError(
-                errno.EBADMSG, f"the file has {found} bytes instead of {nbytes}", str(path)
-            )
+        _check_length(fd, nbytes, path)
         if sum_of_file(fd, path) != expected:
             raise CorruptPageError(
                 errno.EBADMSG, f"checksum of {nbytes} bytes at offset 0 is another", str(path)
             )
     finally:
         os.close(fd)
+
+
+def _check_length(fd: int, expected: int, path: Path) -> None:
+    found = os.fstat(fd).st_size
+    if found != expected:
+        raise CorruptPageError(
+            errno.EBADMSG, f"the file has {found} bytes instead of {expected}", str(path)
+        )
 
 
 def sum_of_file(fd: int, path: Path) -> int:
@@ -116,11 +120,7 @@ def open_page_file(manifest: Manifest, name: str) -> int:
     path, expected = manifest.path_of(name), manifest.files[name].nbytes + HEADER_BYTES
     fd = open_regular(path)
     try:
-        found = os.fstat(fd).st_size
-        if found != expected:
-            raise CorruptPageError(
-                errno.EBADMSG, f"the file has {found} bytes instead of {expected}", str(path)
-            )
+        _check_length(fd, expected, path)
         stated = check_header(os.pread(fd, HEADER_BYTES, 0), name, {}, str(path))
         if stated != manifest.files[name].nbytes:
             raise CorruptPageError(errno.EBADMSG, f"the header states {stated} bytes", str(path))

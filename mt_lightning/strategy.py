@@ -32,6 +32,7 @@ from mt_lightning.plugins.ending import end_asked
 from mt_lightning.plugins.guard import ClipGuard
 from mt_lightning.plugins.precision import MegaTrainPrecision
 from mt_lightning.plugins.refusals import eager_reason, micro_batches, refuse
+from mt_lightning.plugins.routes import Routes
 from mt_lightning.resume.checkpoints import SavedCheckpoints, serve
 from mt_lightning.resume.keeper import RunKeeper
 from mt_lightning.tiers.link import Link
@@ -127,6 +128,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._sizes = {"slice_bytes": _slice_bytes, "read_ahead": _depth}
         self._engine: Engine | None = None
         self._guard = ClipGuard()
+        self._routes = Routes()
         self._eager = False
         self._arming = False
         """Whether the next backward completes a window, so that pages may be updated behind it."""
@@ -222,8 +224,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self.precision_plugin.attach(engine)
         self.setup_precision_plugin()
         if fitting:
-            self._route(model)
             self._guard.attach(model)
+            self._routes.attach(model, self.optimizers, self._lightning_optimizers)
             try:
                 self._keeper = RunKeeper(trainer, engine)
                 self._saved = self._keeper.checkpoints
@@ -254,19 +256,6 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             self._engine = None
             self._closing()
 
-    def _route(self, model: pl.LightningModule) -> None:
-        """Let Lightning's wrappers and the module clear gradients where they are."""
-        optimizers = self.optimizers
-        for wrapper in self._lightning_optimizers:
-            for name in ("zero_grad", "state_dict", "load_state_dict"):
-                wrapper.__dict__[name] = wrapper._optimizer.__dict__[name]
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            for optimizer in optimizers:
-                optimizer.zero_grad(set_to_none)
-
-        model.__dict__["zero_grad"] = zero_grad
-
     @override
     def model_to_device(self) -> None:
         """Do nothing: parameters go to the device unit by unit."""
@@ -296,16 +285,11 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def teardown(self) -> None:
         """Commit, park the parameters on their files and give all memory back."""
-        model = self.lightning_module
         self._guard.detach()
         if self._keeper is not None:
             self._keeper.detach()
             self._keeper = None
-        if model is not None:
-            model.__dict__.pop("zero_grad", None)
-        for wrapper in self._lightning_optimizers:
-            for name in ("zero_grad", "state_dict", "load_state_dict"):
-                wrapper.__dict__.pop(name, None)
+        self._routes.detach()
         try:
             if self._engine is not None and self._engine.attached:
                 self._engine.detach(failed=self._failed)

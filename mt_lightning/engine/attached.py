@@ -12,7 +12,8 @@ from torch import nn
 from torch.profiler import record_function
 
 from mt_lightning.engine.exchange import give_state, take_state
-from mt_lightning.engine.first_step import listed, report_first_step
+from mt_lightning.engine.first_step import report_first_step
+from mt_lightning.engine.loss_check import check_loss
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.runtime import Runtime
@@ -235,43 +236,11 @@ class Attached:
                 self.run.steps.on_complete(page)
         self._whole.clear()
 
-    def check_loss(self, loss: torch.Tensor) -> None:
-        """Raise when the loss was computed from parameters that were not in memory.
-
-        The graph is searched at the first step and whenever the loss is not finite.
-
-        Raises:
-            StepError: A weight was read outside its unit, or the first loss is not finite and units
-                of some parameters never ran.
-        """
-        run = self.run
-        finite = bool(torch.isfinite(loss.detach()).all())
-        if finite and self._stats.steps:
-            return
-        outside = set(run.usage.read_outside(loss))
-        if outside:
-            raise StepError(
-                f"read outside the forward of their modules, where weights are not in memory "
-                f"(a penalty "
-                f"over all parameters, or a functional call, does that): {listed(outside)}. "
-                f"Nothing was "
-                "changed. Use the optimizer's weight_decay for a penalty, or name the class of the "
-                "module that reads the weights in units=[...]."
-            )
-        if finite or self._stats.steps:
-            return
-        unused = [page for page in run.build.table if page.index not in run.binder.used]
-        if unused:
-            names = ", ".join(spec.name for page in unused for spec in page.layout.params)
-            raise StepError(
-                f"the first loss is not finite and the units of these parameters never ran: "
-                f"{names}. "
-                "If code reads them outside their module's forward, name the class of the "
-                "module that "
-                "does in units=[...]."
-            )
-
     # -- step -------------------------------------------------------------------------------------
+
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Raise StepError when the loss was computed from parameters that were not in memory."""
+        check_loss(self.run, loss, stepped=self._stats.steps > 0)
 
     def arm(self, optimizer: int, clip_value: float | None = None) -> None:
         """Let the coming backward update pages of `optimizer` behind it.

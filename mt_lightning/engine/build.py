@@ -48,6 +48,19 @@ class Build:
     resident: list[int]
     codecs: list[StateCodec]
 
+    def knows(self, root: nn.Module) -> bool:
+        """Return whether `root` has exactly these parameters, of the same shapes and dtypes."""
+        specs = {
+            id(param): spec
+            for page in self.table
+            for param, spec in zip(self.members[page.index].params, page.layout.params, strict=True)
+        }
+        now = {id(param): param for param in root.parameters()}
+        return specs.keys() == now.keys() and all(
+            spec.shape == tuple(now[key].shape) and spec.dtype == now[key].dtype
+            for key, spec in specs.items()
+        )
+
 
 @dataclass(frozen=True)
 class _Place:

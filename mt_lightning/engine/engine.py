@@ -43,12 +43,12 @@ from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.pieces import PIECES_KEY, keep_pieces
 from mt_lightning.engine.plain import PlainState
 from mt_lightning.engine.plan import Plan, choose_plan
+from mt_lightning.engine.refusals import refuse_model
 from mt_lightning.engine.restore import keep_layout, take_over
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.undo import tell_lost
 from mt_lightning.engine.units import find_units
 from mt_lightning.engine.workspace import Workspace
-from mt_lightning.errors import ConfigError
 from mt_lightning.optim.codec import codec_for
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
@@ -125,7 +125,9 @@ class Engine:
     @property
     def last_norm(self) -> float | None:
         """Gradient norm before clipping of the last step clipped by norm, None without one."""
-        return self._live.run.steps.last_norm if self._live is not None else self._last_norm
+        return (
+            self._live.run.steps.clipping.last_norm if self._live is not None else self._last_norm
+        )
 
     @property
     def num_steps(self) -> int:
@@ -166,24 +168,7 @@ class Engine:
         Raises:
             ConfigError: A module or parameter cannot be paged.
         """
-        for name, module in self.root.named_modules():
-            if getattr(module, "sparse", False) is True:
-                raise ConfigError(
-                    f"{name} ({type(module).__name__}) makes sparse gradients, which strategy="
-                    "'megatrain' cannot page. Set sparse=False."
-                )
-        for name, param in self.root.named_parameters():
-            if isinstance(param, nn.parameter.UninitializedParameter):
-                raise ConfigError(
-                    f"{name} is a lazy parameter without a shape; run one batch through the model "
-                    "before training, or use the module's non-lazy class."
-                )
-            if param.device.type not in ("cpu", "meta"):
-                raise ConfigError(
-                    f"{name} is on {param.device}; strategy='megatrain' starts from parameters "
-                    f"on the "
-                    "CPU or on meta. Do not move the model yourself."
-                )
+        refuse_model(self.root)
         self._unborn.update(birth.replace_meta(self.root))
         birth.materialise_buffers(self.root)
 
@@ -208,7 +193,7 @@ class Engine:
         assert self._live is None
         self.machine.patience.begin()
         codecs = [codec_for(o, self.options.optimizer_compression) for o in optimizers]
-        old = self._build if self._build is not None and self._knows(self._build) else None
+        old = self._build if self._build is not None and self._build.knows(self.root) else None
         if old is not None and not optimizers:
             build = old
         else:
@@ -307,21 +292,6 @@ class Engine:
             log.info("%s", wear_text(plan.durability, plan.written_bytes, plan.commit_bytes))
         self._install(run)
 
-    def _knows(self, build: Build) -> bool:
-        """Return whether the model still has exactly the parameters of `build`."""
-        specs = {
-            id(param): spec
-            for page in build.table
-            for param, spec in zip(
-                build.members[page.index].params, page.layout.params, strict=True
-            )
-        }
-        now = {id(param): param for param in self.root.parameters()}
-        return specs.keys() == now.keys() and all(
-            spec.shape == tuple(now[key].shape) and spec.dtype == now[key].dtype
-            for key, spec in specs.items()
-        )
-
     def _install(self, run: Runtime) -> None:
         for index in run.build.resident:
             entry = run.pool.pin(run.build.table[index])
@@ -346,7 +316,7 @@ class Engine:
         live, run = self.live, self.live.run
         if failed:
             self.machine.patience.end()
-        self._last_norm = run.steps.last_norm
+        self._last_norm = run.steps.clipping.last_norm
         for handle in self._handles:
             handle.remove()
         for part in (*self._executors, *self._facades):

@@ -15,6 +15,7 @@ import logging
 import torch
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.clipping import Clipping
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients, PageGrads
 from mt_lightning.engine.held import held_finite, held_norms
@@ -25,7 +26,7 @@ from mt_lightning.engine.update import Due, PageUpdate, Updater
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.write_back import WriteBack
 from mt_lightning.errors import StepError
-from mt_lightning.optim.norm import Clip, clip_coefficient, total_norm
+from mt_lightning.optim.norm import Clip
 from mt_lightning.optim.shadow import Hyper, snapshot
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.stats import Clock, Stats
@@ -73,7 +74,7 @@ class Steps:
         self._hyper: Hyper | None = None
         self._ready: list[Page] = []
         self._due: dict[int, Due] = {}
-        self._clips: dict[int, Clip] = {}
+        self.clipping = Clipping()
         self._stepped: set[int] = set()
         """Optimizers that stepped since a step last ended for the loop that trains."""
         self._write_back = write_back
@@ -82,7 +83,6 @@ class Steps:
         self.count = committer.step
         self.partial = False
         """Whether a step has begun to change pages and is not finished."""
-        self.last_norm: float | None = None
 
     # -- backward ---------------------------------------------------------------------------------
 
@@ -180,26 +180,14 @@ class Steps:
         """Scale gradients when `optimizer` steps, so that their norm is at most `max_norm`."""
         self._worker.drain()
         norms, dtypes = held_norms(self.trained[optimizer], self._table, self._gradients)
-        norm = total_norm(norms, dtypes)
-        if norms:
-            self._set_clip(optimizer, Clip(coefficient=clip_coefficient(float(max_norm), norm)))
-        self.last_norm = float(norm)
-        return norm
+        return self.clipping.by_norm(optimizer, max_norm, norms, dtypes)
 
     def clip_value(self, optimizer: int, value: float) -> None:
         """Clamp the gradients of `optimizer` when it steps; known in advance where it is armed."""
         if self._armed == optimizer:
             assert self._eager_clip.value == float(value)
             return
-        self._set_clip(optimizer, Clip(value=float(value)))
-
-    def _set_clip(self, optimizer: int, clip: Clip) -> None:
-        if optimizer in self._clips:
-            raise StepError(
-                "gradients were clipped twice before one step; strategy='megatrain' applies one "
-                "clipping per step. Remove gradient_clip_val from the Trainer, or your own call."
-            )
-        self._clips[optimizer] = clip
+        self.clipping.by_value(optimizer, value)
 
     def step(self, optimizer: int) -> bool:
         """Apply the gradients of `optimizer`; False when the step was skipped.
@@ -213,7 +201,7 @@ class Steps:
         if self._nonfinite != "propagate":
             self._worker.drain()
         if self._nonfinite != "propagate" and not held_finite(trained, self._gradients):
-            self._clips.pop(optimizer, None)
+            self.clipping.forget(optimizer)
             self._gradients.clear(trained.pages)
             if self._nonfinite == "raise":
                 raise StepError(
@@ -229,7 +217,7 @@ class Steps:
         )
         trained.first_hyper = trained.first_hyper or hyper
         eager = self._armed == optimizer
-        clip = self._eager_clip if eager else self._clips.get(optimizer, Clip())
+        clip = self._eager_clip if eager else self.clipping.of(optimizer)
         self._ready.clear()
         self.partial = eager
         begun: dict[int, Due] = {}
@@ -260,7 +248,7 @@ class Steps:
         self.partial = False
         self._submitted.clear()
         self._gradients.expect_clearing(trained.pages)
-        self._clips.pop(optimizer, None)
+        self.clipping.forget(optimizer)
         self.disarm()
         self._stats.steps += 1
         self.commits.stepped(self.count)
@@ -290,7 +278,7 @@ class Steps:
     def zero_grad(self, optimizer: int) -> None:
         """Drop the gradients of `optimizer`."""
         self._gradients.clear(self.trained[optimizer].pages)
-        self._clips.pop(optimizer, None)
+        self.clipping.forget(optimizer)
 
     # -- deferred ---------------------------------------------------------------------------------
 
@@ -388,7 +376,7 @@ class Steps:
         self._due.clear()
         self._ready.clear()
         self._submitted.clear()
-        self._clips.clear()
+        self.clipping.clear()
         self._gradients.reset()
         self.disarm()
         self.partial = False

@@ -1,0 +1,69 @@
+"""How the gradients of each optimizer are clipped at its next step."""
+
+from __future__ import annotations
+
+import torch
+
+from mt_lightning.errors import StepError
+from mt_lightning.optim.norm import Clip, clip_coefficient, total_norm
+
+
+class Clipping:
+    """Keeps what was asked for until the optimizer steps.
+
+    Attributes:
+        last_norm: Total norm before clipping of the last gradients clipped by norm, None at first.
+    """
+
+    def __init__(self) -> None:
+        self.last_norm: float | None = None
+        self._clips: dict[int, Clip] = {}
+
+    def by_norm(
+        self,
+        optimizer: int,
+        max_norm: float,
+        norms: list[torch.Tensor],
+        dtypes: list[torch.dtype],
+    ) -> torch.Tensor:
+        """Scale gradients, of these norms and dtypes, to a norm of `max_norm` at most.
+
+        Returns:
+            Their total norm.
+
+        Raises:
+            StepError: They are clipped already.
+        """
+        norm = total_norm(norms, dtypes)
+        if norms:
+            self._set(optimizer, Clip(coefficient=clip_coefficient(float(max_norm), norm)))
+        self.last_norm = float(norm)
+        return norm
+
+    def by_value(self, optimizer: int, value: float) -> None:
+        """Clamp gradients to [-value, value].
+
+        Raises:
+            StepError: They are clipped already.
+        """
+        self._set(optimizer, Clip(value=float(value)))
+
+    def of(self, optimizer: int) -> Clip:
+        """Return how an optimizer's gradients are clipped."""
+        return self._clips.get(optimizer, Clip())
+
+    def forget(self, optimizer: int) -> None:
+        """Clip an optimizer's gradients no more."""
+        self._clips.pop(optimizer, None)
+
+    def clear(self) -> None:
+        """Clip nothing."""
+        self._clips.clear()
+
+    def _set(self, optimizer: int, clip: Clip) -> None:
+        if optimizer in self._clips:
+            raise StepError(
+                "gradients were clipped twice before one step; strategy='megatrain' applies one "
+                "clipping per step. Remove gradient_clip_val from the Trainer, or your own call."
+            )
+        self._clips[optimizer] = clip

@@ -1,0 +1,32 @@
+"""Models that cannot be paged, refused before anything is done to them."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from mt_lightning.errors import ConfigError
+
+
+def refuse_model(root: nn.Module) -> None:
+    """Refuse a model with a parameter that cannot live on pages.
+
+    Raises:
+        ConfigError: Names the module or parameter and the way out.
+    """
+    for name, module in root.named_modules():
+        if getattr(module, "sparse", False) is True:
+            raise ConfigError(
+                f"{name} ({type(module).__name__}) makes sparse gradients, which strategy="
+                "'megatrain' cannot page. Set sparse=False."
+            )
+    for name, param in root.named_parameters():
+        if isinstance(param, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"{name} is a lazy parameter without a shape; run one batch through the model "
+                "before training, or use the module's non-lazy class."
+            )
+        if param.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"{name} is on {param.device}; strategy='megatrain' starts from parameters on "
+                "the CPU or on meta. Do not move the model yourself."
+            )

@@ -1,13 +1,14 @@
 """Measure what a checkpoint of a paged run costs, linked and in the standard format.
 
-Run: python examples/benchmarks/checkpoint_cost.py [--sizes 0.1 1] [--dir DIRECTORY] [--json]
+Run: python examples/benchmarks/checkpoint_cost.py [--sizes 0.1 1 10] [--layers 24] [--json]
 
 Each size is GiB of state (weights and two moments in float32), trained for two steps in a process
-of its own. `drain` is what is due anyway: the step under way is finished and written. Then the same
-checkpoint is saved linked, several times, and by `torch.save` into the standard file: `first` also
-syncs the files of the step, which its commit would have done, and `link` is the median of the
-others. `load` reads and verifies the linked one. `peak` is the largest resident memory of the
-process.
+of its own. The number of layers, and with it of files, is the same for all sizes: a larger model
+has wider layers. `drain` is what is due anyway: the step under way is finished and written. Then
+the same checkpoint is saved linked, several times, and by `torch.save` into the standard file:
+`first` also syncs the files of the step, which its commit would have done, and `link` is the median
+of the others. `load` reads and verifies the linked one. `peak` is the largest resident memory of
+the process.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ from torch.utils.data import DataLoader
 
 import mt_lightning as mt
 
-WIDTH = 1024
-STATE_BYTES_PER_LAYER = 3 * 4 * WIDTH * WIDTH
+BYTES_PER_WEIGHT = 12
 NUM_LINKED = 5
 """The linked checkpoint is saved so often."""
 
@@ -45,10 +45,10 @@ NUM_LINKED = 5
 class Stack(LightningModule):
     """Square layers, each of them a unit."""
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, width: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Linear(WIDTH, WIDTH, bias=False, device="meta") for _ in range(num_layers)
+            nn.Linear(width, width, bias=False, device="meta") for _ in range(num_layers)
         )
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
@@ -64,10 +64,10 @@ class Stack(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
 
 
-def measure(size_gib: float, compression: str, directory: Path) -> dict[str, Any]:
+def measure(size_gib: float, num_layers: int, compression: str, directory: Path) -> dict[str, Any]:
     """Train two steps, save and load; return what it took, in seconds and bytes."""
     found: dict[str, Any] = {}
-    num_layers = max(2, round(size_gib * 2**30 / STATE_BYTES_PER_LAYER))
+    width = 64 * round((size_gib * 2**30 / BYTES_PER_WEIGHT / num_layers) ** 0.5 / 64)
     linked, standard = mt.PagedCheckpointIO("linked"), mt.PagedCheckpointIO()
 
     class Run(Stack):
@@ -93,7 +93,7 @@ def measure(size_gib: float, compression: str, directory: Path) -> dict[str, Any
 
     strategy = mt.MegaTrainStrategy(
         directory / "pages",
-        max_ram_gb=0.5,
+        max_ram_gb=max(0.5, 12 * width * width * 4 / 2**30),
         checkpoint_io=linked,
         optimizer_compression=compression if compression != "raw" else False,
     )
@@ -106,11 +106,11 @@ def measure(size_gib: float, compression: str, directory: Path) -> dict[str, Any
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Run(num_layers), DataLoader(torch.randn(2, WIDTH)))  # pyright: ignore
+    trainer.fit(Run(num_layers, width), DataLoader(torch.randn(2, width)))  # pyright: ignore
     begin = time.perf_counter()
     linked.load_checkpoint(directory / "linked.ckpt")
     found["load_s"] = time.perf_counter() - begin
-    found["state_bytes"] = num_layers * STATE_BYTES_PER_LAYER
+    found["state_bytes"] = num_layers * width * width * BYTES_PER_WEIGHT
     found["num_files"] = 2 * num_layers
     return found
 
@@ -124,7 +124,7 @@ def run_apart(size_gib: float, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one size in a process of its own and clean up behind it."""
     directory = Path(tempfile.mkdtemp(dir=options.dir, prefix="checkpoint-cost-"))
     command = [sys.executable, __file__, "--one", str(size_gib), "--dir", str(directory)]
-    command += ["--compression", options.compression]
+    command += ["--compression", options.compression, "--layers", str(options.layers)]
     try:
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     finally:
@@ -154,7 +154,8 @@ def table_of(rows: list[dict[str, Any]]) -> Table:
 def main() -> None:
     """Measure every size and show a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", type=float, nargs="+", default=[0.1, 1.0], metavar="GIB")
+    parser.add_argument("--sizes", type=float, nargs="+", default=[0.1, 1.0, 10.0], metavar="GIB")
+    parser.add_argument("--layers", type=int, default=24, help="how many, in every size")
     parser.add_argument("--dir", type=Path, help="where pages and checkpoints go for the time")
     parser.add_argument("--compression", default="raw", help="raw, lossless or a packed format")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -163,7 +164,7 @@ def main() -> None:
     if options.one is not None:
         logging.disable(logging.INFO)
         warnings.filterwarnings("ignore")
-        print(json.dumps(measure(options.one, options.compression, options.dir)))
+        print(json.dumps(measure(options.one, options.layers, options.compression, options.dir)))
         return
     rows = [run_apart(size, options) for size in options.sizes]
     if options.json:

@@ -46,7 +46,7 @@ from mt_lightning.engine.plan import Plan, choose_plan
 from mt_lightning.engine.refusals import refuse_model
 from mt_lightning.engine.restore import keep_layout, take_over
 from mt_lightning.engine.runtime import Runtime
-from mt_lightning.engine.undo import tell_lost
+from mt_lightning.engine.undo import tell_kept_back, tell_lost
 from mt_lightning.engine.units import find_units
 from mt_lightning.engine.workspace import Workspace
 from mt_lightning.optim.codec import codec_for
@@ -338,6 +338,8 @@ class Engine:
             try:
                 live.run.gradients.reset()
                 live.drain()
+                if failed:
+                    tell_kept_back(steps.count, steps.commits.committed_step)
                 return
             except BaseException as error:
                 # Ctrl-C as well: what follows must find every page at a commit.

@@ -61,3 +61,20 @@ def tell_lost(reached: int, committed_step: int) -> None:
         reached - committed_step,
         f" {_WAY_OUT}" if reached - committed_step > 1 else "",
     )
+
+
+def tell_kept_back(reached: int, committed_step: int) -> None:
+    """Warn that finished steps are not committed, because nobody could go on behind them.
+
+    Args:
+        reached: The last finished step.
+        committed_step: The step of the commit.
+    """
+    if reached > committed_step:
+        log.warning(
+            "the last commit is step %d: the %d step(s) after it belong to a batch, or to several "
+            "that gather gradients by hand, which did not come to their end. The parameters keep "
+            "them; a run that goes on takes them again.",
+            committed_step,
+            reached - committed_step,
+        )

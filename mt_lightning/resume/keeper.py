@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,9 +11,11 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.kept import keep
+from mt_lightning.engine.uninterrupted import uninterrupted
 from mt_lightning.errors import ConfigError
 from mt_lightning.layer_major.loop import LayerMajor
 from mt_lightning.resume.adoption import state_in
+from mt_lightning.resume.broken_batch import DUE_KEY, BrokenBatch, step_schedulers
 from mt_lightning.resume.buffers import Buffers
 from mt_lightning.resume.checkpoints import SavedCheckpoints
 from mt_lightning.resume.description import DESCRIPTION_KEY, describe
@@ -51,6 +53,7 @@ class RunKeeper:
         self._buffers = Buffers(trainer.lightning_module, engine.machine.store, name)
         self._description = keep(engine.machine.store, describe(trainer.lightning_module))
         self._position = DataPosition(trainer)
+        self._batch = BrokenBatch(trainer, engine)
         self._packer = Packer()
         self._num_steps = engine.num_steps
         self._last: dict[str, Any] | None = None
@@ -96,16 +99,29 @@ class RunKeeper:
                 return
             self._position.before_batch()
             self.checkpoints.begin_batch()
-            advance(fetcher)
+            self._batch.begin()
+            try:
+                advance(fetcher)
+            except StopIteration:
+                raise  # the end of an epoch
+            except BaseException as error:
+                if self._keep_step():
+                    self._batch.tell(error)
+                raise
 
         def on_advance_end(fetcher: Any) -> None:
-            self._end_of_batch()
+            try:
+                self._end_of_batch()
+            except BaseException:
+                self._keep_step()
+                raise
             self.checkpoints.end_batch()
             end(fetcher)
 
         loop.__dict__.update(
             on_run_start=on_run_start, advance=take_batch, on_advance_end=on_advance_end
         )
+        self._batch.attach()
         self._order.attach()
         if self._state is not None:
             check_resumable(self._trainer.fit_loop._data_fetcher)
@@ -147,21 +163,39 @@ class RunKeeper:
         assert self._state is not None
         give_late(self._trainer, self._state, self._position, self._buffers)
         self._order.give(self._state.get("layer_major"))
+        if self._state.get(DUE_KEY):
+            step_schedulers(self._trainer)
         self._last, self._state = self._state, None
         self.checkpoints.end_step(self._packer.pack(self._last))
 
     def _end_of_batch(self) -> None:
         if self._engine.num_steps == self._num_steps or self._engine.gathers:
             return
+        self._end_step(self._take())
         self._num_steps = self._engine.num_steps
-        self._last = self._take()
-        self._end_step(self._last)
         if self._trainer.received_sigterm:
             # Lightning would go on to the end of the epoch; whoever asks to end will not wait.
             raise SIGTERMException
 
-    def _take(self) -> dict[str, Any]:
-        state = take(self._trainer, self._position, self._buffers)
+    def _keep_step(self) -> bool:
+        """Take the state behind the step of a batch that an error broke off, if there is one."""
+        step = self._engine.num_steps
+        if step == self._num_steps or self._engine.gathers or not self._batch.has_stepped():
+            return False
+        last = self._last["callbacks"] if self._last is not None else {}
+        try:
+            with uninterrupted():
+                self._batch.show_logged()
+                state = self._take(lambda: self._batch.callback_states(last))
+            self._num_steps = step
+            self._end_step(self._batch.ended(state))
+        except Exception:
+            log.exception("what step %d has made cannot be kept.", step)
+            return False
+        return True
+
+    def _take(self, callbacks: Callable[[], dict[str, Any]] | None = None) -> dict[str, Any]:
+        state = take(self._trainer, self._position, self._buffers, callbacks)
         return {
             **state,
             "layer_major": self._order.state(),
@@ -177,6 +211,7 @@ class RunKeeper:
             self._end_step({**self._last, "finished": True})
 
     def _end_step(self, state: dict[str, Any]) -> None:
+        self._last = state
         packed = self._packer.pack(state)
         self._engine.end_step(packed)
         self.checkpoints.end_step(packed)
@@ -184,6 +219,7 @@ class RunKeeper:
     def detach(self) -> None:
         """Leave the loops alone."""
         self._order.detach()
+        self._batch.detach()
         self.checkpoints.end()
         self._restore_limit()
         loop = self._trainer.fit_loop.epoch_loop

@@ -8,6 +8,8 @@ of its first batch; so the validation or the hooks that were due come next, as t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -24,13 +26,26 @@ from mt_lightning.resume.packer import VERSION
 from mt_lightning.resume.position import DataPosition
 
 
-def take(trainer: pl.Trainer, position: DataPosition, buffers: Buffers) -> dict[str, Any]:
-    """Return the state of a run whose step has just ended, as tensors and plain values."""
+def take(
+    trainer: pl.Trainer,
+    position: DataPosition,
+    buffers: Buffers,
+    callbacks: Callable[[], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """Return the state of a run whose step has just ended, as tensors and plain values.
+
+    Args:
+        trainer: The trainer.
+        position: Where it is in its data.
+        buffers: The buffers of its module.
+        callbacks: Returns the states of its callbacks; None: as a checkpoint has them.
+    """
+    states = callbacks or partial(call._call_callbacks_state_dict, trainer)
     module, datamodule = trainer.lightning_module, _datamodule(trainer)
     return {
         "version": VERSION,
         "loops": _loops(trainer),
-        "callbacks": call._call_callbacks_state_dict(trainer),
+        "callbacks": states(),
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
         "optimizers": [_groups(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],

@@ -287,9 +287,9 @@ def test_an_older_file_at_the_same_path_is_never_taken(
 ) -> None:
     path = copied(six, tmp_path)
     stale = Path(f"{path}.run").read_bytes()
-    # As kill -9 leaves it: saved again, and the batch never ended.
     run(tmp_path, "b", SaveAt(path, 6, stop=True), stop=99)
-    assert not Path(f"{path}.run").exists()
+    assert Path(f"{path}.run").read_bytes() != stale
+    # As kill -9 leaves it: saved again, and the batch never ended.
     Path(f"{path}.run").write_bytes(stale)
     run(tmp_path, "c", SaveAt(path, -1), ckpt_path=path, max_steps=7)
     assert [m for m in caplog.messages if ANEW in m and "belongs to another" in m]

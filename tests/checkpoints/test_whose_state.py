@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:You're resuming from a checkpoin
 
 
 class Breaking(Net):
-    """Breaks off behind its third step."""
+    """Breaks off behind its third step, before its batch ends."""
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         del outputs, batch, batch_idx
@@ -26,13 +26,25 @@ class Breaking(Net):
             raise RuntimeError("behind the step")
 
 
-@pytest.mark.parametrize("durability", ["step", "checkpoint"])
-def test_a_step_whose_batch_did_not_end_is_saved_without_the_state_of_the_one_before(
-    tmp_path: Path, durability: str
-) -> None:
+class BreakingByHand(Breaking):
+    """The same in the middle of a `training_step` that takes its steps itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        self.on_train_batch_end(None, batch, batch_idx)
+
+
+def broken(tmp_path: Path, module: Net, durability: str) -> tuple[Path, dict[str, Any]]:
+    """Return the checkpoint that is saved after a failed fit, and what it holds."""
     trainers = []
     strategy = paged(tmp_path / "pages", durability=durability)
-    module = Breaking()
     module.on_fit_start = lambda: trainers.append(module.trainer)  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="behind the step"):
         fit(tmp_path, strategy, module=module, io=linked())
@@ -40,11 +52,32 @@ def test_a_step_whose_batch_did_not_end_is_saved_without_the_state_of_the_one_be
     trainers[0].save_checkpoint(path)
     found = mt.PagedCheckpointIO().load_checkpoint(path)
     assert found["global_step"] == 3
+    return path, found
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_a_step_whose_batch_broke_off_behind_it_goes_on_exactly(
+    tmp_path: Path, durability: str
+) -> None:
+    path, _ = broken(tmp_path, Breaking(), durability)
+    expected = end_of(fit(tmp_path, "auto"))
+    actual = fit(tmp_path, paged(tmp_path / "again"), ckpt_path=path)
+    assert_same_tree(end_of(actual), expected)
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_a_step_whose_batch_did_not_end_is_saved_without_the_state_of_the_one_before(
+    tmp_path: Path, durability: str
+) -> None:
+    path, found = broken(tmp_path, BreakingByHand(), durability)
     assert "state" not in found.get(RUN_STATE, {})
     standard = tmp_path / "standard.ckpt"
     mt.PagedCheckpointIO().save_checkpoint(found, standard)
-    expected = end_of(fit(tmp_path, "auto", ckpt_path=standard))
-    actual = fit(tmp_path, paged(tmp_path / "again"), ckpt_path=path)
+    by_hand = [BreakingByHand(), BreakingByHand()]
+    for module in by_hand:
+        module.on_train_batch_end = lambda *_: None  # type: ignore[method-assign]
+    expected = end_of(fit(tmp_path, "auto", module=by_hand[0], ckpt_path=standard))
+    actual = fit(tmp_path, paged(tmp_path / "again"), module=by_hand[1], ckpt_path=path)
     assert_same_tree(end_of(actual), expected)
 
 

@@ -59,7 +59,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             with about 5/6 of the bytes read and written. True: 2-8 bits per value, lossy, for
             `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
         layer_major: Run accumulated batches unit by unit; "auto" means False in this version.
-        recompute: Recompute activations in backward; "auto" means True in this version.
+        recompute: Recompute activations in backward: of every unit, of none (that they find no room
+            is an error), or "auto": of those that find no room in `max_ram_gb`.
         durability: Commit each "step", or at each "checkpoint" and every 5 minutes; or "auto".
         nonfinite: What a NaN or infinite gradient does: "propagate" (as plain Lightning),
             "skip", "raise".

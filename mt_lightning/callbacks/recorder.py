@@ -33,6 +33,12 @@ class RunCost:
     """One per optimizer step; never empty."""
     paging_peak_bytes: int
     """The most memory of paging."""
+    graph_peak_bytes: int
+    """The most memory of graphs that were kept until backward."""
+    units_run: int
+    """Units that ran in the last forward pass; 0 where no graph may be kept."""
+    units_kept: int
+    """Those of them that backward did not run again."""
     process_peak_bytes: int
     """The most anonymous and shared memory of the whole process."""
     read_bytes_per_step: float
@@ -145,6 +151,9 @@ class PagingRecorder(Callback, ABC):
             plan=engine.plan,
             records=self.records,
             paging_peak_bytes=stats.ram_peak_bytes,
+            graph_peak_bytes=stats.graph_peak_bytes,
+            units_run=stats.units_run,
+            units_kept=stats.units_kept,
             process_peak_bytes=self._sampler.peak_bytes,
             read_bytes_per_step=read_per_step,
             written_bytes_per_step=(stats.bytes_written - num_written) / num_steps,

@@ -60,6 +60,12 @@ def cost_table(cost: RunCost) -> Table:
         format_bytes(cost.paging_peak_bytes),
         f"limit {format_bytes(plan.ram_limit_bytes)}",
     )
+    if cost.units_run:
+        table.add_row(
+            "  of it graphs of units",
+            format_bytes(cost.graph_peak_bytes),
+            f"kept for {cost.units_kept} of {_count(cost.units_run, 'unit')}",
+        )
     table.add_row(
         "peak memory of the process",
         format_bytes(cost.process_peak_bytes),

@@ -19,6 +19,7 @@ from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.undo import refuse_lost, undo_partial_step
 from mt_lightning.engine.units import Unit
+from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.engine.window.window import Window
 from mt_lightning.errors import StepError
@@ -54,10 +55,13 @@ class Attached:
         self._editing: Counter[int] = Counter()
         self._in_backward = False
         self._lingering: list[Unit] = []
+        self._rebound: list[tuple[Unit, int]] = []
         self._whole: list[Page] = []
         self.num_lost = 0
         """Finished steps that a step which broke off took along."""
         self.window: Window | None = None
+        self.graphs = run.graphs
+        self.graphs.beside = self._num_input_bytes
         run.pool.relieve = self._relieve
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -67,9 +71,14 @@ class Attached:
         """Wait for a unit's turn; called by executors."""
         return (args, kwargs) if self.window is None else self.window.arrive(unit, args, kwargs)
 
-    def enter(self, unit: Unit, *, backward: bool, start: int = 0) -> None:
-        """Bring a unit's pages up to date and bind them; called by executors."""
+    def plane(self, index: int) -> torch.Tensor | None:
+        """Return the bytes that a page is bound to; called by graphs."""
+        return self.run.binder.plane(self.run.build.table[index])
+
+    def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
+        """Bring a unit's pages up to date and bind them; called by executors and graphs."""
         self._end_dead_backward()
+        self.graphs.collect()
         if self.window is not None and self._holds(unit, backward=backward):
             self.window.enter_again(unit, backward=backward)
             return
@@ -89,13 +98,14 @@ class Attached:
                 if self.window is not None:
                     self.window.passed(start)
                 run.steps.submit_ready()
-            order.observe(unit.index)
+            if not again:
+                order.observe(unit.index)
             pages = [table[index] for index in unit.pages]
             with self._stats.timing("stall_update_s", self._machine.clock):
                 for page in pages:
                     run.steps.before_use(page)
             entries = [run.pool.pin(page) for page in pages]
-            if backward:
+            if backward and not again:
                 for page in pages:
                     (self._sums or run.gradients).expect(page)
             with self._stats.timing("stall_read_s", self._machine.clock):
@@ -104,6 +114,8 @@ class Attached:
             uploads = [run.binder.upload(entry.frame.tensor) for entry in entries]
             for page, upload in zip(pages, uploads, strict=True):
                 run.binder.bind(page, self._machine.link.wait(upload))
+            if backward:
+                self._rebound.append((unit, next_sequence_number()))
             units = [run.build.units[ahead] for ahead in order.predict(self._read_ahead)]
             self._prepare([table[index] for unit in units for index in unit.pages])
 
@@ -121,6 +133,9 @@ class Attached:
             kept.append(entry)
         for entry in kept:
             run.pool.release(entry)
+
+    def _num_input_bytes(self) -> int:
+        return self.window.num_input_bytes() if self.window is not None and self._sums else 0
 
     @property
     def _sums(self) -> WindowSums | None:
@@ -162,13 +177,18 @@ class Attached:
             run.pool.release(entry)
 
     def _end_lingering(self) -> None:
+        # A backward that is differentiated itself makes nodes that read weights.
+        for unit, start in self._rebound:
+            self.run.usage.executed(unit, start, next_sequence_number())
+        self._rebound.clear()
         while self._lingering:
             self._let_go(self._lingering.pop())
 
     def _relieve(self) -> bool:
         """Give memory back when the pool has none; False when nothing can be given."""
         if not self._lingering:
-            return self.run.steps.relieve()
+            worker, steps = self.run.worker, self.run.steps
+            return worker.retire_oldest() or self.graphs.drop_oldest() or steps.relieve()
         # A gradient that came before its unit's replay: the unit before it is as good as done.
         with torch.inference_mode(False), torch.no_grad():
             self._end_lingering()
@@ -189,6 +209,7 @@ class Attached:
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+            self.graphs.begin_backward()
             self.run.steps.before_backward()
 
     def _end_backward(self) -> None:

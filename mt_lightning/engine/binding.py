@@ -129,6 +129,10 @@ class Binder:
             ):
                 param.data = blank
 
+    def plane(self, page: Page) -> torch.Tensor | None:
+        """Return the bytes that the parameters show now, None where they are placeholders."""
+        return self._planes.get(page.index)
+
     def is_bound(self, page: Page) -> bool:
         """Return whether the parameters show real bytes now."""
         return self._depth[page.index] > 0

@@ -216,6 +216,7 @@ class Engine:
             layer_major=self.options.layer_major is True and micro_batches != 1,
             trains=bool(optimizers),
             in_memory=self.machine.in_memory,
+            recompute=self.options.recompute,
         )
         same = old is not None and old.table.fingerprint == build.table.fingerprint
         files = file_sizes(build.table, plan)

@@ -4,7 +4,8 @@
 The unit's `forward` is wrapped in `torch.utils.checkpoint` (non-reentrant) whose context managers
 bind and release the pages. The autograd graph is then exactly the one plain PyTorch builds, so
 gradients are summed in the same order and tensors that escape through hooks keep their history. The
-unit's inputs are kept; everything else is computed again when backward asks for it.
+unit's inputs are kept; everything else is computed again when backward asks for it, unless it was
+kept too (see `graphs.graph`).
 
 [Note: a forward must count once]
 The replay must not be visible. Buffers, plain attributes (counters, stashed losses) and caches
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -22,6 +24,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mt_lightning.engine.graphs.graph import Graph
+from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.errors import StepError
@@ -38,8 +42,19 @@ class Host(Protocol):
         """Wait for the unit's turn; return the arguments to run it with."""
         ...
 
-    def enter(self, unit: Unit, *, backward: bool, start: int = 0) -> None:
-        """Bind the unit's pages; in backward, `start` numbers the execution's first node."""
+    @property
+    def graphs(self) -> Keeper:
+        """Keeps graphs between forward and backward."""
+        ...
+
+    def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
+        """Bind the unit's pages; in backward, `start` numbers the execution's first node.
+
+        `again` says that this backward has entered the execution before.
+        """
+
+    def plane(self, index: int) -> torch.Tensor | None:
+        """Return the bytes that a page is bound to, None where it is not bound."""
 
     def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None:
         """Take note of the autograd nodes that an execution made, by sequence number.
@@ -96,13 +111,19 @@ class Executor:
                 torch.set_autocast_cache_enabled(cache)
                 self._host.leave(self._unit, backward=False)
         execution = _Execution(self._host, self._unit, self._modules, function, args, kwargs)
-        return checkpoint(
+        graph = self._host.graphs.begin(self._host, self._unit, args, kwargs)
+        if graph is not None:
+            execution.graph = weakref.ref(graph)
+        result = checkpoint(
             execution,
             *args,
             use_reentrant=False,
             context_fn=execution.contexts,
             preserve_rng_state=True,
         )
+        if graph is not None:
+            graph.settle(result)
+        return result
 
 
 class _Execution:
@@ -126,6 +147,8 @@ class _Execution:
         self.start = 0
         self.replaying = False
         self.before: _ModuleState | None = None
+        # Weakly: what is dropped must not wait for the garbage collector.
+        self.graph: Callable[[], Graph | None] = lambda: None
         self._versions = [
             (name, value, value._version)
             for name, value in kwargs.items()
@@ -170,7 +193,9 @@ class _Bound:
 
     def __enter__(self) -> None:
         run = self._execution
-        run.host.enter(run.unit, backward=self.backward, start=run.start)
+        graph = run.graph()
+        again = self.backward and graph is not None and graph.arrived
+        run.host.enter(run.unit, backward=self.backward, start=run.start, again=again)
         self._cache.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         self.begin(run)
@@ -192,8 +217,12 @@ class _First(_Bound):
     def begin(self, run: _Execution) -> None:
         run.before = _ModuleState(run.modules)
         run.start = next_sequence_number()
+        if (graph := run.graph()) is not None:
+            graph.open(run.start)
 
     def end(self, run: _Execution) -> None:
+        if (graph := run.graph()) is not None:
+            graph.close()
         assert run.before is not None
         counted = run.before.buffers_changed()
         if not counted:

@@ -44,7 +44,8 @@ class Options:
     step however many they are; "auto" means False in this version."""
 
     recompute: bool | Literal["auto"] = "auto"
-    """Recompute activations in backward; "auto" means True in this version."""
+    """Recompute activations in backward. True: those of every unit. False: of none; that they find
+    no room in max_ram_gb is an error. "auto": of those units that find no room."""
 
     durability: Durability = "auto"
     """When what was trained is made durable. "step": every step. "checkpoint": what fits in RAM
@@ -78,7 +79,6 @@ class Options:
                 f"disk_full_timeout_s={wait!r}: give seconds, 0 to fail at once, or infinity."
             )
         _choice("optimizer_compression", self.optimizer_compression, COMPRESSIONS)
-        _later("recompute", self.recompute, ("auto", True))
         if self.offload_dir is not None:
             _names(
                 "offload_dir", self.offload_dir, (str, os.PathLike), "a directory, a list of them"
@@ -110,9 +110,3 @@ def _choice(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if not any(value is item or value == item and type(value) is type(item) for item in allowed):
         choices = ", ".join(repr(item) for item in allowed)
         raise ConfigError(f"{name}={value!r}: choose one of {choices}.")
-
-
-def _later(name: str, value: object, available: tuple[object, ...]) -> None:
-    if not any(value is item or value == item for item in available):
-        choices = " or ".join(repr(item) for item in available)
-        raise ConfigError(f"{name}={value!r} is not available in this version; use {choices}.")

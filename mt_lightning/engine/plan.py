@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.durability import wear_rows
 from mt_lightning.engine.units import Unit
+from mt_lightning.engine.worker import MAX_PENDING
 from mt_lightning.errors import BudgetError
 from mt_lightning.pages.sizes import BLOCK_BYTES, align_up
 from mt_lightning.pages.table import Page
@@ -56,6 +57,8 @@ class Plan:
         commit_bytes: What a commit writes on top of what the steps have written.
         in_ram: Whether weights, gradients and state all stay in RAM.
         window_bytes: Room for the inputs of units that run for several micro-batches in turn.
+        graph_bytes: Room for graphs of units that are kept until backward.
+        recompute: True, False or "auto": whether units run again in backward.
     """
 
     num_units: int
@@ -88,6 +91,8 @@ class Plan:
     commit_bytes: int = 0
     in_ram: bool = False
     window_bytes: int = 0
+    graph_bytes: int = 0
+    recompute: bool | Literal["auto"] = True
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
@@ -106,6 +111,8 @@ class Plan:
         rows.append(("gradients", self.grad_bytes, grads))
         if self.spilled:
             rows.append(("  of them spilled", self.spilled_bytes, "disk until the update"))
+        if self.recompute == "auto":
+            rows.append(("room for graphs of units", self.graph_bytes, "RAM until backward"))
         rows.append(("budget max_ram_gb", self.ram_limit_bytes, "RAM"))
         rows.append((f"  smallest that works ({self.largest_unit})", self.min_ram_bytes, "RAM"))
         rows.append(("files", self.disk_bytes, where))
@@ -126,6 +133,7 @@ def make_plan(
     micro_batches: int = 1,
     durability: str = "step",
     layer_major: bool = False,
+    recompute: bool | Literal["auto"] = True,
 ) -> Plan:
     """Decide what stays in RAM.
 
@@ -140,6 +148,7 @@ def make_plan(
         micro_batches: How many are accumulated, for the expected bytes of a step.
         durability: "step", or "checkpoint": then what stays in RAM is written by commits alone.
         layer_major: Whether they run unit by unit.
+        recompute: Whether units run again in backward.
 
     Raises:
         BudgetError: The budget is too small; `smallest_gb` on the error is one that works.
@@ -195,6 +204,9 @@ def make_plan(
                 cached.append((page.index, c.index))
                 room -= align_up(c.nbytes)
                 cached_bytes += c.nbytes
+    # Updates that wait hold gradients beside those of the unit at work.
+    behind = (MAX_PENDING + 1) * max((page.layout.grad_bytes for page in trained), default=0)
+    graph_bytes = max(0, room - behind) if recompute == "auto" and not spilled else 0
     window_bytes = ram_limit_bytes - minimum - cached_bytes
     if schedule == "deferred":
         window_bytes -= sum(p.layout.grad_bytes for p in trained if p.index not in spilled)
@@ -245,6 +257,8 @@ def make_plan(
         + int(share * (sum(page.state_layout.plain_bytes for page in updated) - kept_bytes))
         + spilled_bytes * num_spills,
         window_bytes=window_bytes,
+        graph_bytes=graph_bytes,
+        recompute=recompute,
         durability=durability,
         keeps_weights=keeps_weights,
         commit_bytes=updated_bytes * keeps_weights + int(share * kept_bytes),

@@ -11,6 +11,7 @@ from mt_lightning.engine.binding import Binder
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients
+from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.spill import Ring, Spiller
@@ -50,6 +51,7 @@ class Runtime:
     streams: Ring
     usage: Usage
     spiller: Spiller
+    graphs: Keeper
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
 
@@ -123,6 +125,8 @@ def start(
         build, trained, gradients, pool, worker, updater, inline, spiller, committer, stats,
         set(plan.spilled), nonfinite, write_back, machine.clock,
     )  # fmt: skip
+    graphs = Keeper(plan.recompute, plan.graph_bytes, build, budget, pool, stats)
+    steps.awaits = graphs.awaits
     return Runtime(
         build=build,
         plan=plan,
@@ -140,6 +144,7 @@ def start(
         streams=streams,
         usage=Usage(build),
         spiller=spiller,
+        graphs=graphs,
         held=held,
         resident=[],
     )

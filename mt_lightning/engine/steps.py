@@ -11,6 +11,7 @@ plain training.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 
 import torch
 
@@ -80,6 +81,8 @@ class Steps:
         self._write_back = write_back
         self._written: set[str] = set()
         self.commits = StepCommits(committer, worker, self.take_touched, write_back, clock)
+        self.awaits: Callable[[Page], bool] = lambda page: False
+        """Whether backward may still ask for weights of a page that nobody holds now."""
         self.count = committer.step
         self.partial = False
         """Whether a step has begun to change pages and is not finished."""
@@ -127,7 +130,7 @@ class Steps:
         waiting = []
         for page in self._ready:
             entry = self._pool.entry(page)
-            if entry is not None and entry.frame.in_use():
+            if self.awaits(page) or (entry is not None and entry.frame.in_use()):
                 waiting.append(page)
             else:
                 self._submit_eager(page)

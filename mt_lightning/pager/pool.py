@@ -130,10 +130,11 @@ class WeightPool:
                 for purpose, count in self._budget.by_purpose.items()
                 if count
             )
+            remedy = "set recompute='auto', " if self._budget.by_purpose["graphs"] else ""
             raise BudgetError(
                 f"{what} need {nbytes} bytes, but only {self._budget.available_bytes} of "
                 f"max_ram_gb={self._budget.limit_bytes / 2**30:.3f} GiB are not in use ({used}). "
-                "Raise max_ram_gb, or name smaller units with units=[...]."
+                f"Raise max_ram_gb, {remedy}or name smaller units with units=[...]."
             )
 
     def can_reserve(self, nbytes: int) -> bool:

@@ -30,6 +30,10 @@ class Stats:
         stall_update_s: Time training waited for an update that holds a page it needs.
         stall_memory_s: Time training waited for an update to give memory back.
         update_s: Time the update worker spent stepping optimizers.
+        graphs_kept: Executions of units that backward did not have to run again.
+        graph_peak_bytes: Most bytes that graphs of units ever held.
+        units_run: Units that ran in the last forward pass, where their graphs may be kept.
+        units_kept: Those of them that backward did not have to run again.
         ram_used_bytes: Bytes reserved now.
         ram_peak_bytes: Most bytes ever reserved.
     """
@@ -49,6 +53,10 @@ class Stats:
     stall_update_s: float = 0.0
     stall_memory_s: float = 0.0
     update_s: float = 0.0
+    graphs_kept: int = 0
+    graph_peak_bytes: int = 0
+    units_run: int = 0
+    units_kept: int = 0
     ram_used_bytes: int = 0
     ram_peak_bytes: int = 0
 

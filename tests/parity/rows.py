@@ -46,11 +46,13 @@ PLACE_FACTORS: dict[str, tuple[Any, ...]] = {
     "budget": ("smallest", "tight", "fits"),
     "state": ("raw", "lossless"),
     "durability": ("step", "checkpoint"),
+    "recompute": ("auto", "never", "always"),
 }
 _PLACES_OF_EVERY_MODEL = {
     "slices": ("tiny",),
     "state": ("lossless",),
     "durability": ("checkpoint",),
+    "recompute": ("never", "always"),
 }
 DEFAULTS = {field.name: field.default for field in fields(Recipe)} | {
     "slices": "usual",
@@ -58,6 +60,7 @@ DEFAULTS = {field.name: field.default for field in fields(Recipe)} | {
     "budget": "smallest",
     "state": "raw",
     "durability": "step",
+    "recompute": "auto",
 }
 
 
@@ -76,6 +79,8 @@ class Row:
     """raw | lossless: how optimizer state is kept on disk."""
     durability: str = "step"
     """step | checkpoint: when steps are committed."""
+    recompute: str = "auto"
+    """auto (where graphs of units find no room) | never | always."""
 
     @property
     def name(self) -> str:
@@ -104,6 +109,8 @@ def is_allowed(row: dict[str, Any]) -> bool:
         return False
     if (control, row.get("clip"), row.get("accumulate")) == ("none_sometimes", "value", "1"):
         return False  # torch fails to clip no gradients at all by value
+    if row.get("recompute", "auto") == "never" and row.get("budget", "fits") != "fits":
+        return False  # what graphs take is not known before the first step
     # Lightning lets a fused optimizer handle the scaling of gradients and refuses to clip them.
     return not (
         row.get("precision") == "bf16-mixed"

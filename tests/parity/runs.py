@@ -47,6 +47,7 @@ def paged_strategy(row: Row, max_ram_gb: float) -> Any:
     from mt_lightning import MegaTrainStrategy
 
     settings: dict[str, Any] = {"max_ram_gb": max_ram_gb, "durability": row.durability}
+    settings["recompute"] = {"auto": "auto", "never": False, "always": True}[row.recompute]
     if row.state == "lossless":
         settings["optimizer_compression"] = "lossless"
     if row.slices == "tiny":

@@ -55,6 +55,10 @@ def check(row: Row, directory: Path) -> None:
     if row.budget != "fits":
         assert paging.total("evictions") > 0, "no page ever left memory"
         assert paging.total("reloads") > 0, "no page ever came back"
+    if row.recompute == "always":
+        assert not paging.total("graphs_kept")
+    elif row.budget == "fits":
+        assert paging.total("graphs_kept"), "no graph was ever kept"
     if row.recipe.is_eager is not None:
         is_eager = row.recipe.is_eager and row.durability == "step"
         assert paging.schedules == {"eager" if is_eager else "deferred"}

@@ -1,0 +1,1 @@
+"""The autograd graphs of units, kept between forward and backward where memory allows."""

@@ -11,6 +11,7 @@ import torch
 
 from mt_lightning.pager.stats import Stats
 
+_INPUTS = ("inputs_bytes", "inputs_spilled_bytes", "inputs_read_bytes")
 _STALLS = ("stall_read_s", "stall_update_s", "stall_memory_s")
 
 
@@ -28,6 +29,12 @@ class StepRecord:
     """Read since the end of the step before."""
     written_bytes: int
     """Written since the end of the step before."""
+    inputs_bytes: int
+    """Inputs of units that backward needed."""
+    inputs_spilled_bytes: int
+    """Of them written to disk, beside `written_bytes`."""
+    inputs_read_bytes: int
+    """Of them read back, beside `read_bytes`."""
     spans_evaluation: bool
     """Whether a validation ran since the end of the step before."""
     stall_read_s: float
@@ -107,6 +114,7 @@ class StepMeter:
             num_tokens=int(self._open["num_tokens"]),
             read_bytes=int(now["bytes_read"] - self._step_end["bytes_read"]),
             written_bytes=int(now["bytes_written"] - self._step_end["bytes_written"]),
+            **{field: int(now[field] - self._step_end[field]) for field in _INPUTS},
             spans_evaluation=self._spans_evaluation,
             stall_read_s=self._open["stall_read_s"],
             stall_update_s=self._open["stall_update_s"],

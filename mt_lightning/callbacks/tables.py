@@ -77,11 +77,29 @@ def cost_table(cost: RunCost) -> Table:
         ("written per step", cost.written_bytes_per_step, cost.expected_written_bytes),
     ):
         table.add_row(name, format_bytes(measured), f"expected {format_bytes(expected)}")
-    per_day = cost.written_bytes_per_step * _DAY_S / _seconds_per_step(cost.records)
+    spilled = _add_input_rows(table, cost.records)
+    per_step = cost.written_bytes_per_step + spilled
+    per_day = per_step * _DAY_S / _seconds_per_step(cost.records)
     table.add_row("written per day", f"{per_day / 1e12:.2f} TB", "at this speed; drives wear by it")
     table.add_section()
     _add_time_rows(table, cost.records)
     return table
+
+
+def _add_input_rows(table: Table, records: Sequence[StepRecord]) -> float:
+    """Show what became of the inputs of units; return the bytes written of them per step."""
+    held, spilled, read = (
+        sum(each) / len(records)
+        for each in zip(
+            *((r.inputs_bytes, r.inputs_spilled_bytes, r.inputs_read_bytes) for r in records),
+            strict=True,
+        )
+    )
+    table.add_row("unit inputs per step", format_bytes(held), "kept for backward")
+    if spilled or read:
+        table.add_row("  spilled", format_bytes(spilled), "written beside the rows above")
+        table.add_row("  read back", format_bytes(read), "for backward")
+    return spilled
 
 
 def _add_time_rows(table: Table, records: Sequence[StepRecord]) -> None:

@@ -9,10 +9,15 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C._autograd import (
+    _top_saved_tensors_default_hooks,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from torch.profiler import record_function
 
 from mt_lightning.engine.exchange import give_state, take_state
 from mt_lightning.engine.first_step import report_first_step
+from mt_lightning.engine.grad_check import check_grad, check_unowned
+from mt_lightning.engine.inputs.item import Kept
 from mt_lightning.engine.loss_check import check_loss
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.parking import Parking
@@ -22,7 +27,6 @@ from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.engine.window.window import Window
-from mt_lightning.errors import StepError
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.io import hash_blocks
@@ -75,6 +79,14 @@ class Attached:
         """Return the bytes that a page is bound to; called by graphs."""
         return self.run.binder.plane(self.run.build.table[index])
 
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept:
+        """Count what an execution receives; called by executors."""
+        return self.run.inputs.keep(args, kwargs, hooked=_is_hooked())
+
+    def bring(self, kept: Kept) -> None:
+        """Have in RAM what an execution received; called by executors."""
+        self.run.inputs.bring(kept)
+
     def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
         """Bring a unit's pages up to date and bind them; called by executors and graphs."""
         self._end_dead_backward()
@@ -97,6 +109,7 @@ class Attached:
                 self._complete(self._whole)
                 if self.window is not None:
                     self.window.passed(start)
+                run.inputs.sweep()
                 run.steps.submit_ready()
             if not again:
                 order.observe(unit.index)
@@ -187,8 +200,13 @@ class Attached:
     def _relieve(self) -> bool:
         """Give memory back when the pool has none; False when nothing can be given."""
         if not self._lingering:
-            worker, steps = self.run.worker, self.run.steps
-            return worker.retire_oldest() or self.graphs.drop_oldest() or steps.relieve()
+            worker, steps, inputs = self.run.worker, self.run.steps, self.run.inputs
+            return (
+                worker.retire_oldest()
+                or self.graphs.drop_oldest()
+                or steps.relieve()
+                or inputs.relieve()
+            )
         # A gradient that came before its unit's replay: the unit before it is as good as done.
         with torch.inference_mode(False), torch.no_grad():
             self._end_lingering()
@@ -224,22 +242,11 @@ class Attached:
         parameter.grad = None
         assert grad is not None
         self._begin_backward()
-        name = page.layout.params[param].name
-        if page.index not in run.binder.used:
-            raise StepError(
-                f"{name} got a gradient, but no unit that holds it ran: its weights were read "
-                f"outside "
-                f"their module's forward ({', '.join(page.layout.units)}), where they are not "
-                f"in memory. "
-                "Nothing was changed. Name the class of the module that reads them in units=[...]."
-            )
-        if grad.is_sparse:
-            raise StepError(f"{name} got a sparse gradient; set sparse=False on its module.")
+        check_grad(run, page, param, grad)
         if page.layout.optimizer is None:
-            if any(parameter is p for t in run.steps.trained for p in _params(t.optimizer)):
-                raise StepError(f"{name} was given to its optimizer after the start. {_ADDED}")
+            check_unowned(run, page, param, parameter)
             return
-        run.steps.check_open(page, name)
+        run.steps.check_open(page, page.layout.params[param].name)
         if self._sums is not None:
             self._sums.add(page, param, grad)
             return
@@ -285,6 +292,7 @@ class Attached:
         run.binder.used.update(run.build.resident)
         run.orders[True].end_of_step()
         run.usage.clear()
+        run.inputs.end_of_step()
         return applied
 
     def zero_grad(self, optimizer: int) -> None:
@@ -377,11 +385,6 @@ class Attached:
             self.run.steps.commit_now()
 
 
-_ADDED = (
-    "Give every parameter that will ever be trained to the optimizer in configure_optimizers, and "
-    "freeze by requires_grad=False."
-)
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+def _is_hooked() -> bool:
+    """Return whether a saved-tensor hook decides what becomes of the inputs of a checkpoint."""
+    return _top_saved_tensors_default_hooks(True) is not None

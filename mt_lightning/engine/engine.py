@@ -36,7 +36,7 @@ from mt_lightning.engine.importing import (
     import_weights,
     take_planes,
 )
-from mt_lightning.engine.machine import Machine, check_disk, ram_limit_bytes
+from mt_lightning.engine.machine import Machine, check_disk, max_disk_bytes, ram_limit_bytes
 from mt_lightning.engine.optimizer_state import export_state
 from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
@@ -115,11 +115,13 @@ class Engine:
     def stats(self) -> Stats:
         """Counters, brought up to date."""
         stats, store = self._stats, self.machine.store
-        stats.bytes_read, stats.bytes_written = store.bytes_read, store.bytes_written
         if self._live is not None:
+            self._live.run.inputs.count()
             budget = self._live.run.budget
             stats.ram_used_bytes = budget.used_bytes
             stats.ram_peak_bytes = max(stats.ram_peak_bytes, budget.peak_bytes)
+        stats.bytes_read = store.bytes_read - stats.inputs_read_bytes
+        stats.bytes_written = store.bytes_written - stats.inputs_spilled_bytes
         return stats
 
     @property
@@ -250,6 +252,8 @@ class Engine:
             self._committer,
             slice_bytes=self._slice_bytes,
             nonfinite=self.options.nonfinite,
+            read_ahead=self._read_ahead,
+            max_disk_bytes=max_disk_bytes(self.options.max_disk_gb),
         )
         parking = Parking(build, self.machine.store)
         live = Attached(run, self.machine, self._stats, parking, self._read_ahead)

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mt_lightning.engine.graphs.graph import Graph
 from mt_lightning.engine.graphs.keeper import Keeper
+from mt_lightning.engine.inputs.item import Kept
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.errors import StepError
@@ -55,6 +56,13 @@ class Host(Protocol):
 
     def plane(self, index: int) -> torch.Tensor | None:
         """Return the bytes that a page is bound to, None where it is not bound."""
+
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept:
+        """Count what an execution receives, for as long as the returned object lives."""
+        ...
+
+    def bring(self, kept: Kept) -> None:
+        """Have all of it in RAM, before the execution is run again."""
 
     def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None:
         """Take note of the autograd nodes that an execution made, by sequence number.
@@ -111,6 +119,7 @@ class Executor:
                 torch.set_autocast_cache_enabled(cache)
                 self._host.leave(self._unit, backward=False)
         execution = _Execution(self._host, self._unit, self._modules, function, args, kwargs)
+        execution.kept = self._host.keep(args, kwargs)
         graph = self._host.graphs.begin(self._host, self._unit, args, kwargs)
         if graph is not None:
             execution.graph = weakref.ref(graph)
@@ -145,12 +154,13 @@ class _Execution:
         self._kwargs = kwargs
         self.dtype = torch.get_default_dtype()
         self.start = 0
+        self.kept: Kept | None = None
         self.replaying = False
         self.before: _ModuleState | None = None
         # Weakly: what is dropped must not wait for the garbage collector.
         self.graph: Callable[[], Graph | None] = lambda: None
         self._versions = [
-            (name, value, value._version)
+            (name, value._version)
             for name, value in kwargs.items()
             if isinstance(value, torch.Tensor) and not value.is_inference()
         ]
@@ -161,8 +171,8 @@ class _Execution:
     def __call__(self, *args: Any) -> Any:
         kwargs = self._kwargs
         if self.replaying:
-            for name, value, version in self._versions:
-                if value._version != version:
+            for name, version in self._versions:
+                if kwargs[name]._version != version:
                     raise StepError(
                         f"argument {name} of {self.unit.name} was changed in place after the "
                         f"unit had "
@@ -196,6 +206,8 @@ class _Bound:
         graph = run.graph()
         again = self.backward and graph is not None and graph.arrived
         run.host.enter(run.unit, backward=self.backward, start=run.start, again=again)
+        if self.backward and run.kept is not None:
+            run.host.bring(run.kept)
         self._cache.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         self.begin(run)

@@ -42,7 +42,7 @@ LAYOUT_NAME = "layout-{}.json"
 """The file that describes the pages of a run, by the hash of what it says."""
 KEPT_PREFIX = "kept-"
 """Begins the names of files in which the loop that trains keeps what does not change."""
-_PAGE_FILE = re.compile(r"p\d+\.(weight|state|grad)\.\d(\.new)?")
+_PAGE_FILE = re.compile(r"(p\d+\.(weight|state|grad)|i\d+\.input)\.\d(\.new)?")
 
 
 @dataclass
@@ -278,6 +278,11 @@ def ram_limit_bytes(max_ram_gb: float | None) -> int:
     free = psutil.virtual_memory().available
     cgroup = cgroup_free_bytes()
     return int(_RAM_SHARE * (free if cgroup is None else min(free, cgroup)))
+
+
+def max_disk_bytes(max_disk_gb: float | None) -> int | None:
+    """Return the ceiling on disk in bytes, None for what is free."""
+    return None if max_disk_gb is None else int(max_disk_gb * GIB)
 
 
 def cgroup_free_bytes() -> int | None:

@@ -11,13 +11,15 @@ from mt_lightning.engine.durability import wear_rows
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.worker import MAX_PENDING
 from mt_lightning.errors import BudgetError
-from mt_lightning.pages.sizes import BLOCK_BYTES, align_up
+from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES, align_up
 from mt_lightning.pages.table import Page
 
 GIB = 1 << 30
 _STREAMING_CHUNKS = 3
 _CODED_SHARE = 27 / 32
 """What coding leaves of fp32 Adam state, measured; for what a step is expected to move."""
+_THROUGH_BYTES = 4 * ALIGN_BYTES
+_NUM_THROUGH = 2
 _WHOLE_CHUNK_BYTES = 8 * BLOCK_BYTES
 """Chunks larger than this (whole tensors) stream through one frame, not through three."""
 
@@ -59,6 +61,10 @@ class Plan:
         window_bytes: Room for the inputs of units that run for several micro-batches in turn.
         graph_bytes: Room for graphs of units that are kept until backward.
         recompute: True, False or "auto": whether units run again in backward.
+        inputs_bytes: Room for the inputs of units in any order; what is above it goes to disk.
+        sweep_bytes: What a pass forward and back is expected to read of weights.
+        through_bytes: Length of each frame that inputs are written through.
+        num_through: How many of them.
     """
 
     num_units: int
@@ -93,6 +99,10 @@ class Plan:
     window_bytes: int = 0
     graph_bytes: int = 0
     recompute: bool | Literal["auto"] = True
+    inputs_bytes: int = 0
+    sweep_bytes: int = 0
+    through_bytes: int = 0
+    num_through: int = 0
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
@@ -115,6 +125,8 @@ class Plan:
             rows.append(("room for graphs of units", self.graph_bytes, "RAM until backward"))
         rows.append(("budget max_ram_gb", self.ram_limit_bytes, "RAM"))
         rows.append((f"  smallest that works ({self.largest_unit})", self.min_ram_bytes, "RAM"))
+        if self.schedule != "none":
+            rows.append(("  room for inputs of units", self.inputs_bytes, "RAM; the rest on disk"))
         rows.append(("files", self.disk_bytes, where))
         if self.schedule != "none":
             rows.extend(wear_rows(self.durability, self.written_bytes, self.commit_bytes))
@@ -169,6 +181,8 @@ def make_plan(
     files = _file_bytes(build)
 
     fixed = num_ring * chunk + num_streams * stream + num_staging * staging
+    num_through = _NUM_THROUGH * trains
+    fixed += num_through * _THROUGH_BYTES
     fixed += files if in_memory else 0
     fixed += sum(page.layout.nbytes for page in resident)
     cached = []
@@ -210,6 +224,9 @@ def make_plan(
     window_bytes = ram_limit_bytes - minimum - cached_bytes
     if schedule == "deferred":
         window_bytes -= sum(p.layout.grad_bytes for p in trained if p.index not in spilled)
+    inputs_bytes = window_bytes
+    if holds_grads and schedule != "deferred" and not layer_major:
+        inputs_bytes -= sum(p.layout.grad_bytes for p in trained if p.index not in spilled)
     spilled_bytes = sum(build.table[index].layout.nbytes for index in spilled)
     lazy = durability == "checkpoint"
     kept = {key for key in cached if lazy}
@@ -259,6 +276,10 @@ def make_plan(
         window_bytes=window_bytes,
         graph_bytes=graph_bytes,
         recompute=recompute,
+        inputs_bytes=max(0, inputs_bytes),
+        sweep_bytes=absent,
+        through_bytes=_THROUGH_BYTES,
+        num_through=num_through,
         durability=durability,
         keeps_weights=keeps_weights,
         commit_bytes=updated_bytes * keeps_weights + int(share * kept_bytes),

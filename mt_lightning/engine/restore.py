@@ -63,7 +63,7 @@ def take_over(
     sizes = {}
     named = {f"{plane}.{slot}" for plane, slot in record.slots.items()}
     for found in store.names():
-        if found.split(".")[-2] == "grad" or found.split(".")[-1] not in ("0", "1"):
+        if found.split(".")[-2] in ("grad", "input") or found.split(".")[-1] not in ("0", "1"):
             store.delete(found)
             continue
         try:

@@ -12,6 +12,9 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.graphs.keeper import Keeper
+from mt_lightning.engine.inputs.files import InputFiles
+from mt_lightning.engine.inputs.mover import Mover
+from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.spill import Ring, Spiller
@@ -52,6 +55,7 @@ class Runtime:
     usage: Usage
     spiller: Spiller
     graphs: Keeper
+    inputs: InputTier
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
 
@@ -76,6 +80,8 @@ def start(
     *,
     slice_bytes: int,
     nonfinite: str,
+    read_ahead: int,
+    max_disk_bytes: int | None,
 ) -> Runtime:
     """Reserve what is needed for the whole run and put the parts together."""
     budget = Budget(plan.ram_limit_bytes)
@@ -94,6 +100,7 @@ def start(
     ring = Ring([frame(plan.ring_bytes) for _ in range(plan.num_ring)])
     streams = Ring([frame(plan.stream_bytes) for _ in range(plan.num_streams)])
     staging = Ring([frame(plan.staging_bytes) for _ in range(plan.num_staging)])
+    through = [frame(plan.through_bytes) for _ in range(plan.num_through)]
     cached = {}
     for page, chunk in plan.cached_state:
         cached[page, chunk] = frame(build.table[page].state_layout.chunks[chunk].nbytes)
@@ -116,6 +123,17 @@ def start(
             keeps_weights=plan.keeps_weights,
         )
         for stream in state
+    )
+    files = InputFiles(
+        machine.store,
+        machine.directories,
+        plan.disk_bytes,
+        max_disk_bytes,
+        usable=bool(through) and not machine.in_memory,
+    )
+    mover = Mover(machine.io, machine.arena, files, stats)
+    inputs = InputTier(
+        pool, budget, machine.arena, mover, stats, through, plan.inputs_bytes, read_ahead
     )
     write_back = WriteBack(
         build.table, pool, machine.store, machine.io, state, resident, active=lazy
@@ -145,6 +163,7 @@ def start(
         usage=Usage(build),
         spiller=spiller,
         graphs=graphs,
+        inputs=inputs,
         held=held,
         resident=[],
     )
@@ -153,6 +172,7 @@ def start(
 def stop(runtime: Runtime, machine: Machine) -> None:
     """Give all memory back."""
     runtime.worker.close()
+    runtime.inputs.close()
     for entry in runtime.resident:
         runtime.pool.release(entry)
     runtime.resident.clear()

@@ -22,6 +22,7 @@ from lightning.pytorch.loops.optimization.closure import AbstractClosure
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.window.draws import count_draws
+from mt_lightning.engine.window.grouping import best_group
 from mt_lightning.engine.window.micro import Micro
 from mt_lightning.engine.window.window import Window
 from mt_lightning.errors import ConfigError
@@ -201,34 +202,48 @@ class LayerMajor:
             )
 
     def _make_room(self) -> None:
-        """Run what was started before this batch where it would not fit beside it."""
+        """Run what was started before this batch where that moves fewer bytes than one group."""
         window = self._window
         assert window is not None
-        if len(window.micros) > 1 and window.num_input_bytes() > self._room_bytes():
-            self.run_window(len(window.micros) - 1)
+        num_started = len(window.micros)
+        if num_started > 1 and num_started > self._group(window.num_input_bytes() // num_started):
+            self.run_window(num_started - 1)
 
     def _holds_two(self) -> bool:
-        """Return whether there is room for two batches; else the usual order costs less."""
+        """Return whether groups of batches move fewer bytes than the usual order."""
         assert self._window is not None
-        needed = 2 * self._window.learned.most_bytes
-        if needed <= self._room_bytes():
+        input_bytes = self._window.learned.most_bytes
+        if self._group(input_bytes) > 1:
             return True
         if not self._told_room:
             self._told_room = True
+            plan = self._engine.plan
+            assert plan is not None
             log.warning(
-                "layer_major=True: the inputs of all units for two batches need %.1f MiB, and "
-                "max_ram_gb leaves %.1f MiB for them. Batches run in the usual order. Raise "
-                "max_ram_gb by %.3f, or set layer_major=False.",
-                needed / 2**20,
-                max(0, self._room_bytes()) / 2**20,
-                (needed - self._room_bytes()) / 2**30,
+                "layer_major=True: the inputs of all units need %.1f MiB for each batch; "
+                "max_ram_gb leaves %.1f MiB for them, the disk %.1f MiB, and a pass reads %.1f MiB "
+                "of weights. Batches run in the usual order, which moves fewer bytes. Raise "
+                "max_ram_gb, or set layer_major=False.",
+                input_bytes / 2**20,
+                max(0, plan.window_bytes) / 2**20,
+                self._engine.live.run.inputs.files_room_bytes / 2**20,
+                plan.sweep_bytes / 2**20,
             )
         return False
 
-    def _room_bytes(self) -> int:
+    def _group(self, input_bytes: int) -> int:
+        """Return how many batches a group is best made of, each with that many bytes of inputs."""
         plan = self._engine.plan
         assert plan is not None
-        return plan.window_bytes
+        assert self._window is not None
+        return best_group(
+            self._trainer.accumulate_grad_batches,
+            input_bytes=input_bytes,
+            widest_bytes=self._window.learned.widest_bytes,
+            ram_bytes=plan.window_bytes,
+            disk_bytes=self._engine.live.run.inputs.files_room_bytes,
+            sweep_bytes=plan.sweep_bytes,
+        )
 
     def _catch_up(self) -> None:
         """Run what was started, as far as it goes: somebody is about to look."""

@@ -21,6 +21,9 @@ from mt_lightning.tiers.arena import Arena, Frame
 from mt_lightning.tiers.io import IOQueue, Ticket
 from mt_lightning.tiers.store import Store
 
+_FRAMED = ("weights", "state", "input frames")
+"""What reservations of these purposes stand for lies in frames of the arena."""
+
 
 class PoolEntry:
     """One page's weights in RAM.
@@ -262,7 +265,7 @@ class WeightPool:
 
     def _trim(self, nbytes: int) -> None:
         """Unmap free frames that would push real memory above the limit."""
-        framed = self._budget.by_purpose["weights"] + self._budget.by_purpose["state"]
+        framed = sum(self._budget.by_purpose[purpose] for purpose in _FRAMED)
         idle = self._arena.held_bytes - framed
         excess = idle - (self._budget.available_bytes - nbytes)
         if idle > 0 and excess > 0:

@@ -26,6 +26,9 @@ class Stats:
         spills: Gradient planes written to disk.
         bytes_read: Payload bytes read from page files.
         bytes_written: Payload bytes written to page files.
+        inputs_bytes: Bytes that units received and backward needed.
+        inputs_spilled_bytes: Bytes of them written to disk; not part of `bytes_written`.
+        inputs_read_bytes: Bytes of them read back; not part of `bytes_read`.
         stall_read_s: Time training waited for weights.
         stall_update_s: Time training waited for an update that holds a page it needs.
         stall_memory_s: Time training waited for an update to give memory back.
@@ -49,6 +52,9 @@ class Stats:
     spills: int = 0
     bytes_read: int = 0
     bytes_written: int = 0
+    inputs_bytes: int = 0
+    inputs_spilled_bytes: int = 0
+    inputs_read_bytes: int = 0
     stall_read_s: float = 0.0
     stall_update_s: float = 0.0
     stall_memory_s: float = 0.0

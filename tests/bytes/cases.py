@@ -53,6 +53,7 @@ def gpt_case(
         "depth": depth,
         "deferred": deferred,
         "micro_batches": micro_batches,
+        "input_bytes": (NUM_TOKENS * 8, *[NUM_TOKENS * w * _FLOAT_BYTES] * (num_layers + 1)),
     }
     probe = Case(budget_bytes=0, **sizes)
     low, high = probe.smallest_bytes, probe.everything_bytes

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 BLOCK_BYTES = 4 << 20
 MAX_PENDING = 2
 RESIDENT = -1
+THROUGH_BYTES = 2 * 4 * 4096
+"""What inputs of units are written through."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,8 @@ class Case:
     depth: int
     deferred: bool
     micro_batches: int = 1
+    input_bytes: tuple[int, ...] = ()
+    """What each unit receives from a micro-batch."""
 
     @property
     def fixed_bytes(self) -> int:
@@ -54,7 +58,8 @@ class Case:
         chunk_bytes = max(max(unit.chunk_bytes) for unit in self.units)
         staging_bytes = chunk_bytes // 2
         return (
-            3 * chunk_bytes
+            THROUGH_BYTES
+            + 3 * chunk_bytes
             + staging_bytes
             + 2 * self.resident.grad_bytes
             + self.resident.state_bytes
@@ -93,6 +98,8 @@ class Simulator:
         self._seen: list[int] = []
         self._position = 0
         self._commit_owed = False
+        self._inputs = self._kept_inputs()
+        self._passed = 0  # an input that nobody needs, until somebody looks
         for page in (RESIDENT, *range(len(case.units))):
             self._pin(page)
             self._pins[page] -= 1
@@ -116,9 +123,16 @@ class Simulator:
     # -- the model --------------------------------------------------------------------------------
 
     def _forward(self) -> None:
+        self._free_passed()
         for page in range(len(self.case.units)):
+            self._make_room(self._inputs[page])
+            self._free -= self._inputs[page]
             self._enter(page, grads=False)
             self._pins[page] -= 1
+
+    def _free_passed(self) -> None:
+        self._free += self._passed
+        self._passed = 0
 
     def _backward(self, *, eager: bool) -> None:
         for page in list(self._due):
@@ -129,6 +143,7 @@ class Simulator:
         for page in reversed(range(len(self.case.units))):
             if before is not None:
                 self._pins[before] -= 1
+                self._free += self._inputs[before]
                 if eager:
                     self._update(before)
             self._enter(page, grads=True)
@@ -140,6 +155,7 @@ class Simulator:
         self._pins[before] -= 1
         if eager:
             self._update(before)
+        self._passed = self._inputs[before]
 
     def _enter(self, page: int, *, grads: bool) -> None:
         self._observe(page)
@@ -180,6 +196,7 @@ class Simulator:
                 self._due[page] = None
         self._known, self._seen, self._position = self._seen, [], 0
         self._commit_owed = self.case.deferred
+        self._free_passed()
         if not self.case.deferred:
             self._commit()
 
@@ -279,6 +296,18 @@ class Simulator:
         return list(dict.fromkeys(turned))[: self.case.depth]
 
     # -- the plan ---------------------------------------------------------------------------------
+
+    def _kept_inputs(self) -> tuple[int, ...]:
+        """Return what stays in RAM between forward and backward: all, or nothing, in these cases.
+
+        At the smallest budget all of it goes to disk, or lies there while its unit runs, uncounted.
+        """
+        case = self.case
+        none = (0,) * len(case.units)
+        if case.budget_bytes == case.smallest_bytes or not case.input_bytes:
+            return none
+        assert case.budget_bytes - case.smallest_bytes >= case.micro_batches * sum(case.input_bytes)
+        return case.input_bytes
 
     def _places(self) -> tuple[set[int], dict[int, int]]:
         """Return pages whose gradients wait on disk, and how much state of each stays in RAM."""

@@ -19,9 +19,9 @@ DEPTH = 2
 class WindowSimulator(Simulator):
     """Knows the bytes of windows; the first step is taken in the usual order."""
 
-    def __init__(self, case, input_bytes: list[int], transient_bytes: int) -> None:
-        self.input_bytes = input_bytes
+    def __init__(self, case, transient_bytes: int, between_bytes: int) -> None:
         self.transient_bytes = transient_bytes
+        self.between_bytes = between_bytes
         super().__init__(case)
 
     def _places(self) -> tuple[set[int], dict[int, int]]:
@@ -54,12 +54,14 @@ class WindowSimulator(Simulator):
         self._free -= num_bytes
 
     def _window(self, num_micros: int, *, eager: bool) -> None:
+        self._free_passed()
         self._reserve(self.transient_bytes)
+        self._reserve(self.between_bytes)
         last = len(self.case.units) - 1
         for page in range(last + 1):
             self._enter(page, grads=False)
             for micro in range(num_micros):
-                self._reserve(self.input_bytes[page])
+                self._reserve(self._inputs[page])
                 if page == last and micro == 0:
                     self._reserve(self.case.units[page].grad_bytes)
             self._pins[page] -= 1
@@ -80,13 +82,13 @@ class WindowSimulator(Simulator):
         if not eager and page in self.spilled:
             self._spill(page)
         if ends:
-            self._free += self.transient_bytes
+            self._free += self.transient_bytes + self.between_bytes
         else:
-            self._free += num_micros * self.input_bytes[page]
+            self._free += num_micros * self._inputs[page]
         if eager:
             self._update(page)
         if ends:
-            self._free += num_micros * self.input_bytes[page]
+            self._passed = num_micros * self._inputs[page]
 
 
 @pytest.mark.parametrize("num_micros", [1, 4, 16, pytest.param(64, marks=pytest.mark.slow)])
@@ -95,10 +97,11 @@ def test_bytes_are_predicted(num_micros: int, tmp_path: Path) -> None:
     sizes = {"depth": DEPTH, "deferred": False, "micro_batches": num_micros}
     case = gpt_case(budget="smallest", **sizes)
     hidden_bytes = gpt.NUM_TOKENS * width * 4
-    input_bytes = [gpt.NUM_TOKENS * 8, *[hidden_bytes] * (num_layers + 1)]
     transient_bytes = max(vocab * width, 4 * width * width) * 4 if num_micros > 1 else 0
     # Beside the smallest budget there is room for the inputs of all units, and for nothing else.
-    room_bytes = transient_bytes + num_micros * sum(input_bytes) * (num_micros > 1)
+    between_bytes = 2 * num_micros * hidden_bytes * (num_micros > 1)
+    input_bytes = num_micros * sum(case.input_bytes) * (num_micros > 1)
+    room_bytes = transient_bytes + between_bytes + input_bytes
     case = dataclasses.replace(case, budget_bytes=case.smallest_bytes + room_bytes)
     moved = gpt.train(
         tmp_path,
@@ -110,7 +113,7 @@ def test_bytes_are_predicted(num_micros: int, tmp_path: Path) -> None:
         layer_major=True,
         **sizes,
     )
-    simulator = WindowSimulator(case, input_bytes, transient_bytes)
+    simulator = WindowSimulator(case, transient_bytes, between_bytes)
     assert moved.bytes == list(simulator.run(NUM_STEPS))
     assert moved.stats["ram_peak_bytes"] <= case.budget_bytes
     # From the second step on: each page once forward, and once back but for the last.

@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import nn
 
 from mt_lightning import MegaTrainStrategy
+from mt_lightning.engine.inputs.files import InputFiles
 from mt_lightning.engine.window import tail, window
 from mt_lightning.errors import BudgetError
 
@@ -146,16 +147,17 @@ def smallest_gb(directory: Path, make: Callable[[], nn.Module], **settings: Any)
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("num_fitting", [0, 2, 4])
+@pytest.mark.parametrize(("num_fitting", "disk"), [(0, False), (2, False), (2, True), (4, False)])
 @pytest.mark.parametrize(
     ("make", "inputs_mib"),
-    [(functools.partial(nets.Tiny, num_layers=6), (0, 0.125, 0.2)), (frozen, (0, 0.072, 0.1))],
+    [(functools.partial(nets.Tiny, num_layers=6), (0, 0.15, 0.32)), (frozen, (0, 0.1, 0.2))],
     ids=["deep", "frozen"],
 )
 def test_small_budgets(
     make: Callable[[], nn.Module],
     inputs_mib: tuple[float, ...],
     num_fitting: int,
+    disk: bool,
     clip: float | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -170,12 +172,16 @@ def test_small_budgets(
 
     run = window.Window.run
     monkeypatch.setattr(window.Window, "run", noted)
+    if not disk:
+        monkeypatch.setattr(InputFiles, "room_bytes", lambda self: 0)
     strategy = check(tmp_path, make, VARIED, paging={"max_ram_gb": max_ram_gb}, **settings)
-    # None where the inputs of two batches have no room, several groups where those of four do not.
+    # None where the inputs of two batches have no room, several groups where those of four do not
+    # and the disk has no room either.
     if not num_fitting:
         assert sizes == []
     elif clip is None:
-        assert sizes == {2: [2, 2], 4: [4]}[num_fitting]
+        assert sizes == ([4] if disk else {2: [2, 2], 4: [4]}[num_fitting])
+        assert bool(strategy.engine.stats.inputs_spilled_bytes) == disk
     assert strategy.engine.stats.reloads
     assert strategy.engine.stats.ram_peak_bytes <= max_ram_gb * 2**30
 

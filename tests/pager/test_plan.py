@@ -23,7 +23,9 @@ RING = 3 * 2 * max(PLANES)
 STAGING = max(PLANES)
 # The plane of the resident page, its state, and two of its gradients.
 RESIDENT = 3 * ALIGN_BYTES + 2 * RESIDENT_NUMEL * 4
-SMALLEST = RING + STAGING + RESIDENT + PLANES[2] + GRADS[2]
+# What inputs of units are written through.
+THROUGH = 2 * 4 * ALIGN_BYTES
+SMALLEST = RING + STAGING + THROUGH + RESIDENT + PLANES[2] + GRADS[2]
 
 
 class Chain(nn.Module):

@@ -16,7 +16,11 @@ from mt_lightning.tiers.run_files import list_directory
 
 _PLANE = re.compile(r"(p\d{5,})\.(weight|state)\.[01]")
 _GRAD = re.compile(r"p\d{5,}\.grad\.\d")
-_NEW = re.compile(r"(p\d{5,}\.(weight|state|grad)\.\d|layout-.*|kept-.*)" + re.escape(NEW_SUFFIX))
+_INPUT = re.compile(r"i\d{5,}\.input\.0")
+_NEW = re.compile(
+    r"(p\d{5,}\.(weight|state|grad)\.\d|i\d{5,}\.input\.0|layout-.*|kept-.*)"
+    + re.escape(NEW_SUFFIX)
+)
 _SMALL = re.compile(r"layout-[0-9a-f]{16}\.json|kept-[0-9a-f]{16}")
 _PROBE = re.compile(r"\.write-\d+")
 _OWN = {"lock", "pages", FOLDER, *RECORD_NAMES}
@@ -45,6 +49,8 @@ def find_leftovers(
                 _add(leftovers, path, "a file that was not finished")
             elif _GRAD.fullmatch(path.name):
                 _add(leftovers, path, "gradients of a step that was not finished")
+            elif _INPUT.fullmatch(path.name):
+                _add(leftovers, path, "inputs of units in a step that was not finished")
             elif plane is None:
                 foreign.append(path)
             elif plane[1] not in pages:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from mt_lightning.engine.inputs.tensors import is_parameter, num_bytes
 from mt_lightning.engine.units import Unit
 
 _MOST_SHAPES = 1 << 8
@@ -22,6 +24,8 @@ class Learned:
         """The units of all steps in one order, by index."""
         self.counted: set[int] = set()
         """Units that change buffers, by index."""
+        self.widest_bytes = 0
+        """The most that one unit has received."""
         self._steps: dict[Any, tuple[int | None, int]] = {}
         """Draws and bytes of inputs of the last step with such shapes."""
         self._ratio = 0.0
@@ -42,19 +46,21 @@ class Learned:
 
     def end(self, draws: int | None) -> None:
         """It ended, having drawn that many random numbers."""
-        self.saw(self._shapes, self._visited, self._inputs.num_bytes, draws)
+        self.saw(self._shapes, self._visited, self._inputs, draws)
 
-    def saw(self, shapes: Any, visited: list[int], num_bytes: int, draws: int | None) -> None:
+    def saw(self, shapes: Any, visited: list[int], inputs: Inputs, draws: int | None) -> None:
         """Take note of a step.
 
         Args:
             shapes: Those of what its first unit received.
             visited: Units in the order they were entered, by index.
-            num_bytes: Bytes that all its units received.
+            inputs: What all its units received.
             draws: How many random numbers it drew, None where nobody can say.
         """
         if len(self._steps) >= _MOST_SHAPES and shapes not in self._steps:
             del self._steps[next(iter(self._steps))]
+        num_bytes = inputs.num_bytes
+        self.widest_bytes = max(self.widest_bytes, inputs.widest_bytes)
         self._steps[shapes] = (draws, num_bytes)
         self._ratio = max(self._ratio, num_bytes / max(1, _numel(shapes)))
         position = -1
@@ -81,7 +87,13 @@ class Learned:
         """Return everything as plain values, for a run that goes on."""
         steps = [[shapes, *step] for shapes, step in self._steps.items()]
         counted = sorted(self.counted)
-        return {"order": self.order, "counted": counted, "steps": steps, "ratio": self._ratio}
+        return {
+            "order": self.order,
+            "counted": counted,
+            "steps": steps,
+            "ratio": self._ratio,
+            "widest": self.widest_bytes,
+        }
 
     def give(self, state: dict[str, Any]) -> None:
         """Take in what `state` returned."""
@@ -90,6 +102,8 @@ class Learned:
             _shapes(shapes): (draws, num_bytes) for shapes, draws, num_bytes in state["steps"]
         }
         self._ratio = state["ratio"]
+        # Runs of before this was counted are taken to have one unit that receives everything.
+        self.widest_bytes = state.get("widest", self.most_bytes)
 
     def place(self, unit: int, after: int) -> tuple[int, bool]:
         """Return where in the order a step is that enters a unit, having been at `after`.
@@ -117,20 +131,30 @@ class Inputs:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._seen: set[int] = set()
+        self.widest_bytes = 0
+        """The most that came at once."""
+        self._seen: dict[int, weakref.ref[torch.Tensor]] = {}
 
     def add(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the bytes of storages that were not seen before."""
         before = self.num_bytes
         for value in tree_leaves((args, kwargs)):
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+            if isinstance(value, torch.Tensor) and not is_parameter(value):
+                if value.layout is not torch.strided:
+                    continue
                 storage = value.untyped_storage()
-                if storage.data_ptr() not in self._seen:
-                    self._seen.add(storage.data_ptr())
-                    own = value.numel() * value.element_size()
-                    # A batch may be a view of the whole data set, a mask an expanded scalar.
-                    self.num_bytes += min(own, storage.nbytes())
-        return self.num_bytes - before
+                known = self._seen.get(storage.data_ptr(), _nobody)()
+                # An address is used again once the tensor that had it has gone to disk.
+                if known is None or known.untyped_storage().data_ptr() != storage.data_ptr():
+                    self._seen[storage.data_ptr()] = weakref.ref(value)
+                    self.num_bytes += num_bytes(value)
+        added = self.num_bytes - before
+        self.widest_bytes = max(self.widest_bytes, added)
+        return added
+
+
+def _nobody() -> None:
+    return None
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,6 @@ one runs first. So does it in units that change buffers, whose running means wou
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -26,20 +25,15 @@ import torch
 from torch import nn
 
 from mt_lightning.engine.units import Unit
-from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.engine.window.attributes import Attributes
 from mt_lightning.engine.window.draws import advance, count_draws
 from mt_lightning.engine.window.learned import Inputs, Learned, shapes_of
 from mt_lightning.engine.window.micro import Micro, View, current
 from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.engine.window.tail import whole
-from mt_lightning.errors import BudgetError
-from mt_lightning.pager.budget import Reservation
 
 if TYPE_CHECKING:
     from mt_lightning.engine.attached import Attached
-
-log = logging.getLogger(__name__)
 
 
 class Window:
@@ -64,10 +58,8 @@ class Window:
         self.learning = True
         self.micros: list[Micro] = []
         self.num_other_draws = 0
-        self.uncounted_bytes = 0
         self.unit: Unit | None = None
         self._sums: WindowSums | None = None
-        self._inputs: list[tuple[int, Reservation]] = []
         self._counters: dict[Micro, Inputs] = {}
         self._num_started = 0
         self._attributes = Attributes(
@@ -117,8 +109,6 @@ class Window:
         """Let go of what only younger nodes than number `start` need; called in backward."""
         if self._sums is not None:
             self._sums.passed(start)
-        while self._inputs and self._inputs[-1][0] > start:
-            self._inputs.pop()[1].free()
 
     # -- what the loop asks -----------------------------------------------------------------------
 
@@ -169,12 +159,15 @@ class Window:
                 transient = self._largest_param_bytes()
                 what = "the gradient of a parameter beside the sum of those before it,"
                 room = self._run.pool.reserve(transient, "gradients", what)
+                between = self._run.inputs.reserve_between(self._between_bytes(len(group)))
                 try:
                     self._forward(group, on_loss)
                     self._backward(group)
                     self._sums.finish()
                 finally:
                     room.free()
+                    if between is not None:
+                        between.free()
                 self._sums = None
                 self._run.steps.submit_ready()
         finally:
@@ -192,6 +185,7 @@ class Window:
         for micro in micros:
             micro.kill()
         self._end()
+        self._run.inputs.sweep()
 
     # -- inside -----------------------------------------------------------------------------------
 
@@ -205,8 +199,6 @@ class Window:
 
     def _end(self) -> None:
         self._counters.clear()
-        while self._inputs:
-            self._inputs.pop()[1].free()
 
     def _forward(self, group: list[Micro], on_loss: Callable[[Micro], torch.Tensor | None]) -> None:
         for micro in group:
@@ -223,8 +215,7 @@ class Window:
             self.unit = unit
             try:
                 for micro in together:
-                    if len(group) > 1:
-                        self._count(micro)
+                    self._count(micro)
                     self._go_on(micro, cutting=last)
                     if micro.ended:
                         self._finish(micro, on_loss)
@@ -280,21 +271,11 @@ class Window:
             self._sums.owner = number
 
     def _count(self, micro: Micro) -> None:
-        num_bytes = self._counters.setdefault(micro, Inputs()).add(*micro.arguments)
-        if not num_bytes:
-            return
-        try:
-            room = self._run.pool.reserve(num_bytes, "unit inputs", "the inputs of a unit")
-        except BudgetError:
-            if not self.uncounted_bytes:
-                log.warning(
-                    "the inputs of the units of one window are larger than expected: %.1f MiB of "
-                    "them lie above max_ram_gb. Set layer_major=False if memory runs short.",
-                    num_bytes / 2**20,
-                )
-            self.uncounted_bytes += num_bytes
-        else:
-            self._inputs.append((next_sequence_number(), room))
+        self._counters.setdefault(micro, Inputs()).add(*micro.arguments)
+
+    def _between_bytes(self, num_micros: int) -> int:
+        """What steps hold between two units: an input each, and in backward its gradient."""
+        return 2 * num_micros * self.learned.widest_bytes if num_micros > 1 else 0
 
     def _largest_param_bytes(self) -> int:
         return max(
@@ -320,7 +301,7 @@ class Window:
                 else:
                     self.num_other_draws += 1
             if counter is not None:
-                self.learned.saw(micro.shapes, micro.visited, counter.num_bytes, draws)
+                self.learned.saw(micro.shapes, micro.visited, counter, draws)
 
 
 def _place_of(micro: Micro) -> tuple[int, int]:

@@ -1,0 +1,43 @@
+"""Look at a gradient as it arrives: can it be that of a weight that is on pages?"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from mt_lightning.engine.runtime import Runtime
+from mt_lightning.errors import StepError
+from mt_lightning.pages.table import Page
+
+
+def check_grad(run: Runtime, page: Page, param: int, grad: torch.Tensor) -> None:
+    """Raise StepError where a gradient cannot be right, or cannot be kept.
+
+    Args:
+        run: The parts.
+        page: The page of the parameter.
+        param: Its index there.
+        grad: The gradient.
+    """
+    name = page.layout.params[param].name
+    if page.index not in run.binder.used:
+        raise StepError(
+            f"{name} got a gradient, but no unit that holds it ran: its weights were read outside "
+            f"their module's forward ({', '.join(page.layout.units)}), where they are not in "
+            "memory. Nothing was changed. Name the class of the module that reads them in "
+            "units=[...]."
+        )
+    if grad.is_sparse:
+        raise StepError(f"{name} got a sparse gradient; set sparse=False on its module.")
+
+
+def check_unowned(run: Runtime, page: Page, param: int, parameter: nn.Parameter) -> None:
+    """Raise StepError where the parameter of a page without an optimizer has one by now."""
+    optimizers = [trained.optimizer for trained in run.steps.trained]
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    if any(parameter is other for group in groups for other in group["params"]):
+        raise StepError(
+            f"{page.layout.params[param].name} was given to its optimizer after the start. Give "
+            "every parameter that will ever be trained to the optimizer in configure_optimizers, "
+            "and freeze by requires_grad=False."
+        )

@@ -1,0 +1,125 @@
+"""One tensor that executions of units received, and the copy of it on disk."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from mt_lightning.engine.inputs.tensors import Shape
+from mt_lightning.pager.budget import Reservation
+from mt_lightning.tiers.arena import Frame
+from mt_lightning.tiers.io import Ticket
+
+
+@dataclass
+class Copy:
+    """What a tensor was when it was written.
+
+    Attributes:
+        name: The file.
+        nbytes: Its payload.
+        version: The tensor's version; a later one has other values.
+        shape: How it lies in memory.
+        base: The same of what it is a view of, None where it is not.
+        part_bytes: Length of the parts that were summed one by one.
+        writes: One ticket for each part.
+    """
+
+    name: str
+    nbytes: int
+    version: int
+    shape: Shape
+    base: Shape | None
+    part_bytes: int
+    writes: list[Ticket] = field(default_factory=list)
+
+    def pieces(self, frame: Frame) -> list[tuple[int, memoryview]]:
+        """Return the parts as they lie on a frame."""
+        starts = range(0, self.nbytes, self.part_bytes)
+        ends = (min(start + self.part_bytes, self.nbytes) for start in starts)
+        return [(a, frame.memory[a:b]) for a, b in zip(starts, ends, strict=True)]
+
+    def sums(self) -> list[int]:
+        """Wait for the writes; return the checksum of each block.
+
+        Raises:
+            StorageError: A write failed.
+        """
+        return [value for ticket in self.writes for value in ticket.wait().sums]
+
+
+@dataclass(eq=False)
+class Item:
+    """A tensor that can be needed again in backward.
+
+    Attributes:
+        ref: The tensor.
+        key: Its `id`.
+        nbytes: What it counts, 0 where another tensor of the same storage counts.
+        storage: Where its storage is, 0 where it has none.
+        leaves: Whether it is of a kind that can go to disk.
+        saved: How many checkpoints hold it by position.
+        named: How many hold it by name.
+        nested: How many hold it in a container, where references cannot be told apart.
+        num_holders: How many executions hold it.
+        room: Its bytes in RAM, as they are reserved; None while it is away or does not fit.
+        frame: Its memory, where that was read back.
+        read: What fills the frame.
+        copy: The copy on disk.
+        away: Whether it holds no memory.
+    """
+
+    ref: weakref.ref[torch.Tensor]
+    key: int
+    nbytes: int
+    storage: int
+    leaves: bool
+    saved: int = 0
+    named: int = 0
+    nested: int = 0
+    num_holders: int = 0
+    room: Reservation | None = None
+    frame: Frame | None = None
+    read: Ticket | None = None
+    copy: Copy | None = None
+    away: bool = False
+
+
+class Kept:
+    """The inputs of one execution, for as long as it can be run again.
+
+    Args:
+        number: Counts executions.
+    """
+
+    __slots__ = ("__weakref__", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Hold:
+    """One argument of an execution: a tensor, and by how many references of which kind."""
+
+    item: Item
+    saved: int = 0
+    named: int = 0
+    nested: int = 0
+
+    def take(self) -> None:
+        """Count it."""
+        self._add(1)
+
+    def drop(self) -> None:
+        """Count it no more."""
+        self._add(-1)
+
+    def _add(self, sign: int) -> None:
+        item = self.item
+        item.num_holders += sign
+        item.saved += sign * self.saved
+        item.named += sign * self.named
+        item.nested += sign * self.nested

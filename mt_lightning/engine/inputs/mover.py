@@ -1,0 +1,175 @@
+"""Move one tensor's memory to a page file and back."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+from mt_lightning.engine.inputs.files import InputFiles
+from mt_lightning.engine.inputs.item import Copy, Item
+from mt_lightning.engine.inputs.tensors import Shape, empty, fill, plainly, raw
+from mt_lightning.engine.spill import Ring
+from mt_lightning.errors import StorageError
+from mt_lightning.pager.budget import Reservation
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.sizes import align_up
+from mt_lightning.tiers.arena import Arena, Frame
+from mt_lightning.tiers.io import IOQueue, Ticket
+
+
+class Mover:
+    """Writes through a few frames, since direct I/O wants aligned memory; reads into whole ones.
+
+    Args:
+        io: The threads that move bytes and check sums.
+        arena: Where frames come from.
+        files: Where bytes go.
+        stats: Counts bytes once they are moved.
+    """
+
+    def __init__(self, io: IOQueue, arena: Arena, files: InputFiles, stats: Stats) -> None:
+        self._io = io
+        self._arena = arena
+        self.files = files
+        self._stats = stats
+        self._moving: list[tuple[str, Ticket, int]] = []
+        self._orphans: list[tuple[Frame, Reservation | None]] = []
+
+    def write(self, item: Item, ring: Ring, part_bytes: int) -> None:
+        """Write a tensor, unless the file has these values, and take its memory away.
+
+        Raises:
+            BudgetError: `max_disk_gb` has no room for it.
+            StorageError: The disk has none, or an earlier write failed.
+        """
+        tensor = item.ref()
+        assert tensor is not None
+        with plainly():
+            if item.copy is None or item.copy.version != tensor._version:
+                self.forget_copy(item)
+                shape = Shape(tensor)
+                nbytes = align_up(shape.nbytes)
+                name = self.files.take(nbytes)
+                base = None if tensor._base is None else Shape(tensor._base)
+                item.copy = Copy(name, nbytes, tensor._version, shape, base, part_bytes)
+                source = raw(tensor, shape.span_bytes)
+                for start in range(0, nbytes, part_bytes):
+                    self._write_part(item.copy, source, start, ring)
+                del source
+            empty(tensor)
+        item.away = True
+        del tensor
+        self.free_frame(item)
+
+    def _write_part(self, copy: Copy, source: torch.Tensor, start: int, ring: Ring) -> None:
+        length = min(copy.part_bytes, copy.nbytes - start)
+        frame = ring.acquire()
+        assert frame is not None
+        first = max(0, start - copy.shape.phase)
+        last = min(copy.shape.span_bytes, start + length - copy.shape.phase)
+        at = copy.shape.phase + first - start
+        if first < last:
+            frame.tensor[at : at + last - first].copy_(source[first:last])
+        ticket = self._io.write(copy.name, [(start, frame.memory[:length])])
+        ring.release(frame, ticket)
+        copy.writes.append(ticket)
+        self._moving.append(("inputs_spilled_bytes", ticket, length))
+
+    def begin_read(self, item: Item, room: Reservation | None) -> None:
+        """Begin to read a tensor back into a frame of its own.
+
+        Raises:
+            StorageError: It had not been written.
+        """
+        copy = item.copy
+        assert copy is not None
+        assert item.frame is None
+        sums = copy.sums()
+        item.frame, item.room = self._arena.alloc(copy.nbytes), room
+        item.read = self._io.read(copy.name, copy.pieces(item.frame), sums=sums)
+        self._moving.append(("inputs_read_bytes", item.read, copy.nbytes))
+
+    def end_read(self, item: Item) -> None:
+        """Wait for the bytes and give them to the tensor.
+
+        Raises:
+            CorruptPageError: They are not what was written.
+            StorageError: They could not be read.
+        """
+        tensor = item.ref()
+        assert tensor is not None
+        assert item.read is not None
+        assert item.frame is not None
+        assert item.copy is not None
+        item.read.wait()
+        item.read = None
+        with plainly():
+            fill(tensor, item.frame, item.copy.shape, item.copy.base)
+        item.away = False
+
+    def give_up_read(self, item: Item) -> None:
+        """Drop what was read ahead of need."""
+        assert item.away
+        if item.read is not None:
+            # Nobody wants these bytes now; whoever does reads them again.
+            with contextlib.suppress(StorageError):
+                item.read.wait()
+            item.read = None
+        self.free_frame(item)
+
+    def free_frame(self, item: Item) -> None:
+        """Give a tensor's memory back to the budget, and its frame to the arena."""
+        frame, room, item.frame, item.room = item.frame, item.room, None, None
+        if frame is not None:
+            self._orphans.append((frame, room))
+            self.collect()
+        elif room is not None:
+            room.free()
+
+    def forget_copy(self, item: Item) -> None:
+        """Give the file of a tensor back."""
+        copy, item.copy = item.copy, None
+        if copy is None:
+            return
+        for ticket in copy.writes:
+            # Nobody wants what it holds. It is not written again while a thread writes to it.
+            with contextlib.suppress(StorageError):
+                ticket.wait()
+        self.files.give(copy.name)
+
+    def collect(self) -> None:
+        """Free the frames whose last view has died."""
+        alive = []
+        for frame, room in self._orphans:
+            if frame.in_use():
+                alive.append((frame, room))
+                continue
+            self._arena.free(frame)
+            if room is not None:
+                room.free()
+        self._orphans = alive
+
+    def count(self) -> None:
+        """Bring the counters of moved bytes up to date."""
+        under_way = []
+        for field, ticket, nbytes in self._moving:
+            if ticket.done():
+                setattr(self._stats, field, getattr(self._stats, field) + nbytes)
+            else:
+                under_way.append((field, ticket, nbytes))
+        self._moving = under_way
+
+    def close(self) -> None:
+        """Let go of frames that somebody still has views of, and delete all files."""
+        self.collect()
+        for frame, room in self._orphans:
+            self._arena.forget(frame)
+            if room is not None:
+                room.free()
+        self._orphans.clear()
+        for _, ticket, _ in self._moving:
+            with contextlib.suppress(StorageError):
+                ticket.wait()
+        self.count()
+        self.files.discard_all()

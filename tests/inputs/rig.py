@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ class Rig:
         self.seen: list[weakref.ref[Tensor]] = []
         self.peak_bytes = 0
         self.on_replay: Callable[[int], None] = lambda index: None
+        self.graphs = SimpleNamespace(begin=lambda *_: None)
         self.executors = []
         for index, module in enumerate(units):
             executor = Executor(self, Unit(index, f"unit {index}", module))
@@ -96,7 +98,7 @@ class Rig:
         self.tier.bring(kept)
         self._look()
 
-    def enter(self, unit: Unit, *, backward: bool, start: int = 0) -> None:
+    def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
         if backward:
             self.on_replay(unit.index)
 

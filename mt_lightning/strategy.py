@@ -26,6 +26,7 @@ from mt_lightning.engine.machine import fresh_directory, open_machine
 from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
 from mt_lightning.engine.undo import refuse_lost
 from mt_lightning.errors import ConfigError
+from mt_lightning.layer_major.evaluation import Evaluation
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
 from mt_lightning.plugins.ending import end_asked
@@ -135,6 +136,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """Whether the next backward completes a window, so that pages may be updated behind it."""
         self._failed = False
         self._keeper: RunKeeper | None = None
+        self._evaluation: Evaluation | None = None
         self._saved: SavedCheckpoints | None = None
 
     # -- plugins ----------------------------------------------------------------------------------
@@ -224,6 +226,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             raise
         self.precision_plugin.attach(engine)
         self.setup_precision_plugin()
+        self._evaluation = Evaluation(trainer, engine)
+        self._evaluation.attach()
         if fitting:
             self._guard.attach(model)
             self._routes.attach(model, self.optimizers, self._lightning_optimizers)
@@ -287,6 +291,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def teardown(self) -> None:
         """Commit, park the parameters on their files and give all memory back."""
         self._guard.detach()
+        if self._evaluation is not None:
+            self._evaluation.detach()
         if self._keeper is not None:
             self._keeper.detach()
             self._keeper = None

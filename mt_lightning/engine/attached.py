@@ -25,6 +25,7 @@ from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.undo import refuse_lost, undo_partial_step
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
+from mt_lightning.engine.window.forward import ForwardWindow
 from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.engine.window.window import Window
 from mt_lightning.pager.stats import Stats
@@ -63,7 +64,7 @@ class Attached:
         self._whole: list[Page] = []
         self.num_lost = 0
         """Finished steps that a step which broke off took along."""
-        self.window: Window | None = None
+        self.window: Window | ForwardWindow | None = None
         self.graphs = run.graphs
         self.graphs.beside = self._num_input_bytes
         run.pool.relieve = self._relieve
@@ -156,10 +157,10 @@ class Attached:
 
     def _holds(self, unit: Unit, *, backward: bool) -> bool:
         """Return whether a unit is bound already, for all micro-batches of a window."""
-        if self.window is None or self.window.sums is None:
-            return False
-        again = backward and bool(self._lingering) and self._lingering[-1] is unit
-        return again or self.window.unit is unit
+        if self.window is None or self.window.unit is unit:
+            return self.window is not None
+        lingers = backward and bool(self._lingering) and self._lingering[-1] is unit
+        return lingers and self.window.sums is not None
 
     def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None:
         """Take note of the autograd nodes that an execution of a unit made."""

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-_ABSENT = object()
+ABSENT = object()
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 Own = dict[tuple[int, str], Any]
 """Values by the position of the module and the name."""
@@ -61,7 +61,7 @@ class Attributes:
             if list(map(id, now.values())) == list(map(id, then.values())):
                 continue
             for name in {**then, **now}:
-                value, old = now.get(name, _ABSENT), then.get(name, _ABSENT)
+                value, old = now.get(name, ABSENT), then.get(name, ABSENT)
                 if name in _INTERNAL or value is old:
                     continue
                 if _counts(value) and place in members:
@@ -71,7 +71,7 @@ class Attributes:
                     self._set(place, name, old)
 
     def _set(self, place: int, name: str, value: Any) -> None:
-        if value is _ABSENT:
+        if value is ABSENT:
             self._dicts[place].pop(name, None)
         else:
             self._dicts[place][name] = value

@@ -7,7 +7,7 @@ others. Context variables need no care: every greenlet has its own.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import overrides
@@ -18,11 +18,19 @@ _DEVICES = ("cpu", "cuda")
 
 
 class ThreadState:
-    """The state of the thread at one moment, to be given back later."""
+    """The state of the thread at one moment, to be given back later.
+
+    [Note: inference mode]
+    It can only be set by a context, which puts everything back as it found it. `give` enters one
+    where the state differs, and the `take` that follows leaves it.
+    """
+
+    _entered: ClassVar[torch.inference_mode | None] = None
 
     def __init__(self) -> None:
         self.rng = torch.get_rng_state()
         self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
         self._dtype = torch.get_default_dtype()
         self._autocast = _autocast()
         self._cache = torch.is_autocast_cache_enabled()
@@ -32,6 +40,9 @@ class ThreadState:
         self._hooks = _take_saved_tensor_hooks()
         self._dispatch = _take(_python_dispatch._pop_mode, torch._C._len_torch_dispatch_stack)
         self._functions = _take(overrides._pop_mode, torch._C._len_torch_function_stack)
+        entered, ThreadState._entered = ThreadState._entered, None
+        if entered is not None:
+            entered.__exit__(None, None, None)
 
     @classmethod
     def take(cls) -> ThreadState:
@@ -40,6 +51,9 @@ class ThreadState:
 
     def give(self) -> None:
         """Set the thread to this state; it has neither modes nor hooks."""
+        if self._inference != torch.is_inference_mode_enabled():
+            ThreadState._entered = entered = torch.inference_mode(self._inference)
+            entered.__enter__()
         for mode in self._functions:
             overrides._push_mode(mode)
         for mode in self._dispatch:

@@ -1,0 +1,111 @@
+"""What steps without a backward find on modules: attributes, contents of lists, buffers replaced.
+
+[Note: state of steps that only run forward]
+What a step has set is its own until it ends, as in `attributes`. Nothing has a history here, so a
+tensor that a unit leaves on itself is taken for a result of this step (an attention map, a loss of
+a router), not for a count. Lists and dictionaries of modules are followed as well. Buffers that are
+changed in place are everybody's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from torch import nn
+
+from mt_lightning.engine.window.attributes import ABSENT, Attributes, Own
+from mt_lightning.engine.window.contents import KINDS, Contents, is_number
+
+_PLAIN = frozenset(vars(nn.Module()))
+
+
+class _Before(list[dict[str, Any]]):
+    contents: dict[tuple[int, str], Contents]
+
+
+class StepState(Attributes):
+    """The state of the modules of one model.
+
+    Args:
+        root: The model.
+        units: The modules of each unit.
+        shared: Modules whose state is everybody's: metrics.
+
+    Attributes:
+        carried: Numbers that steps changed between two units, by name: if a step begins with what
+            the one before it has left there, it must not run beside it.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: list[list[nn.Module]], shared: Collection[nn.Module]
+    ) -> None:
+        apart = {id(module) for module in shared}
+        named = [(name, m) for name, m in root.named_modules() if id(m) not in apart]
+        super().__init__(
+            [module for _, module in named],
+            [[module for module in unit if id(module) not in apart] for unit in units],
+        )
+        self._names = [name for name, _ in named]
+        self._containers: list[tuple[int, str]] = []
+        self.carried: set[str] = set()
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look for containers; called when no step is under way."""
+        self._containers = [
+            (place, name)
+            for place, attributes in enumerate(self._dicts)
+            for name, value in attributes.items()
+            if type(value) in KINDS and (name not in _PLAIN or (name == "_buffers" and value))
+        ]
+
+    def show(self, own: Own) -> list[dict[str, Any]]:
+        """Set what a step has set before; return how everything was."""
+        before = _Before(attributes.copy() for attributes in self._dicts)
+        before.contents = {}
+        for place, name in self._containers:
+            value = self._dicts[place].get(name)
+            if type(value) in KINDS:
+                before.contents[place, name] = Contents(value)
+        for (place, name), value in own.items():
+            if place < 0:
+                value()
+            else:
+                self._set(place, name, value)
+        return before
+
+    def hide(
+        self, own: Own, before: list[dict[str, Any]], unit: int | None, *, ended: bool
+    ) -> None:
+        """Take what a step has set, and put back what was there; see `Attributes.hide`."""
+        if ended:
+            own.clear()
+            return
+        assert isinstance(before, _Before)
+        for (place, name), contents in before.contents.items():
+            known = own.pop((~place, name), None) is not None
+            if contents.changed():
+                if unit is not None and not known and contents.new_numbers():
+                    self._note(place, name)
+                own[~place, name] = contents.take()
+        for place, name in own:
+            if place >= 0:
+                own[place, name] = self._dicts[place].get(name, ABSENT)
+        members = self._members[unit] if unit is not None else set()
+        for place, (now, then) in enumerate(zip(self._dicts, before, strict=True)):
+            if list(map(id, now.values())) == list(map(id, then.values())):
+                continue
+            for name in {**then, **now}:
+                value, old = now.get(name, ABSENT), then.get(name, ABSENT)
+                if value is old or (is_number(value) and place in members):
+                    continue
+                own[place, name] = value
+                if is_number(value) and unit is None:
+                    continue
+                if is_number(value) and is_number(old):
+                    self._note(place, name)
+                self._set(place, name, old)
+
+    def _note(self, place: int, name: str) -> None:
+        self.carried.add(f"{self._names[place]}.{name}".lstrip("."))

@@ -45,11 +45,7 @@ class EvaluationView:
         self._own = self._take()
         self._give(self._main)
         if self.stays:
-            self.settle()
-
-    def settle(self) -> None:
-        """Let the trainer stay at this batch."""
-        self._give({**self._own, "profiler": self._trainer.profiler})
+            self._give({**self._own, "profiler": self._trainer.profiler})
 
     def _take(self) -> dict[str, Any]:
         trainer, loop = self._trainer, self._loop

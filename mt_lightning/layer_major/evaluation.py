@@ -149,19 +149,26 @@ class _Following:
             self._flush()
 
     def _run_batch(self, view: EvaluationView, batch: tuple[Any, ...], alone: bool) -> None:
-        self._body(*batch)
         step = current()
         assert isinstance(step, Step)
+        try:
+            self._body(*batch)
+        except Exception as error:
+            self._window.await_turn(step, error)
+            self._flush_logs(step)
         self._metrics.ended(step, alone=alone)
         view.stays = True
+
+    def _flush_logs(self, step: Step) -> None:
+        if self._logs is not None:
+            self._logs.flush(step)
 
     def _run_step(self, *args: Any, **kwargs: Any) -> Any:
         output = self._step(*args, **kwargs)
         step = current()
         if isinstance(step, Step):
             self._window.await_turn(step)
-            if self._logs is not None:
-                self._logs.flush(step)
+            self._flush_logs(step)
         return output
 
     def _make_room(self, step: Step) -> bool:
@@ -207,15 +214,7 @@ class _Following:
             self._run_window(None)
 
     def _run_window(self, num_steps: int | None) -> None:
-        window = self._window
-        group = window.steps[:num_steps]
-        try:
-            window.run(num_steps)
-        except Exception:
-            failed = next((step for step in group if step.failure is not None), None)
-            if failed is not None:
-                _view(failed).settle()
-            raise
+        self._window.run(num_steps)
         self._engine.live.run.orders[False].end_of_step()
         self._learned.carried |= self._state.carried
         self._tell_order()

@@ -22,6 +22,9 @@ Batch = dict[str, Tensor]
 class Evaluated(pl.LightningModule):
     """Evaluates a network that returns an output with a loss, and logs in every way."""
 
+    measures_last = True
+    """Whether no unit runs after a metric is updated, so that no later batch has updated it."""
+
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
@@ -78,7 +81,9 @@ class Ends(pl.Callback):
     ) -> None:
         progress = trainer._evaluation_loop.batch_progress
         counts = (progress.current.state_dict(), progress.total.state_dict())
-        more = (float(outputs["loss"]), outputs["batch_idx"], float(module.mean.mean_value))
+        more = [float(outputs["loss"]), outputs["batch_idx"]]
+        if module.measures_last:
+            more.append(float(module.mean.mean_value))
         self._note("batch", trainer, batch_idx, loader, counts, progress.is_last_batch, *more)
 
     on_test_batch_end = on_validation_batch_end

@@ -123,7 +123,7 @@ def test_numbers_that_may_be_carried_from_step_to_step_are_named() -> None:
     assert not run.state.carried
     run.go_on(0, lambda root: setattr(root, "kept", 3), INSIDE)
     assert not run.state.carried
-    run.go_on(0, count, INSIDE)
+    run.go_on(1, count, INSIDE)
     assert run.state.carried == {"seen", "per_unit"}
 
 

@@ -210,9 +210,9 @@ class ForwardWindow:
         self.num_groups_of_many += len(group) > 1
         with self._mended():
             self._run(group)
-            error = next((step.failure for step in group if step.failure is not None), None)
-            if error is not None:
-                raise error
+            failed = next((step for step in group if step.failure is not None), None)
+            if failed is not None and failed.failure is not None:
+                raise failed.failure
         self._settle(group)
         del self.steps[: len(group)]
 
@@ -230,10 +230,16 @@ class ForwardWindow:
         numbers = [each for each in self.steps if not each.ended]
         return [each for each in numbers if each.number < step.number]
 
-    def await_turn(self, step: Step) -> None:
-        """Let a step wait until all steps before it have ended; called inside the step."""
+    def await_turn(self, step: Step, failure: Exception | None = None) -> None:
+        """Let a step wait until all steps before it have ended; called inside the step.
+
+        Args:
+            step: The step.
+            failure: What it has raised; the steps after it are then ended where they stand.
+        """
+        step.failure = failure
         if not self.is_turn(step):
-            self.num_late += 1
+            self.num_late += failure is None
             step.pause(lambda: self.is_turn(step))
 
     def abandon(self) -> None:
@@ -262,6 +268,8 @@ class ForwardWindow:
 
     def _run(self, group: list[Step]) -> None:
         while True:
+            # Those after one that failed are gone.
+            group = [step for step in group if step in self.steps]
             ready = next((step for step in group if step.waits is not None and step.waits()), None)
             if ready is not None:
                 self._go_on(ready)
@@ -280,7 +288,7 @@ class ForwardWindow:
         self.unit = unit
         try:
             for step in waiting:
-                if step.unit is unit and step.waits is None:
+                if step.unit is unit and step.waits is None and step in self.steps:
                     self._go_on(step)
         finally:
             self.unit = None
@@ -288,14 +296,12 @@ class ForwardWindow:
 
     def _go_on(self, step: Step) -> None:
         step.waits = None
-        try:
-            step.go_on()
-        except Exception as error:
-            step.failure, step.ended, step.unit = error, True, None
-            for other in self.steps[self.steps.index(step) + 1 :]:
-                other.kill()
-                other.ended, other.unit, other.waits = True, None, None
-                other.let_go()
+        step.go_on()
+        if step.failure is not None:
+            while self.steps[-1] is not step:
+                later = self.steps.pop()
+                later.kill()
+                later.let_go()
         if step.room is not None and step.held_bytes > step.room.nbytes:
             self.uncounted_bytes = max(self.uncounted_bytes, step.held_bytes - step.room.nbytes)
         if step.ended:

@@ -3,8 +3,9 @@
 [Note: state of steps that only run forward]
 What a step has set is its own until it ends, as in `attributes`. Nothing has a history here, so a
 tensor that a unit leaves on itself is taken for a result of this step (an attention map, a loss of
-a router), not for a count. Lists and dictionaries of modules are followed as well. Buffers that are
-changed in place are everybody's.
+a router), not for a count. A number may be either: the step that set it finds it again, and steps
+that have not set it yet find it too, as they would after this step. Lists and dictionaries of
+modules are followed as well. Buffers that are changed in place are everybody's.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ class StepState(Attributes):
         shared: Modules whose state is everybody's: metrics.
 
     Attributes:
-        carried: Numbers that steps changed between two units, by name: if a step begins with what
-            the one before it has left there, it must not run beside it.
+        carried: Numbers that steps changed in a unit or after one, by name: if a step begins with
+            what the one before it has left there, it must not run beside it.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class StepState(Attributes):
             [[module for module in unit if id(module) not in apart] for unit in units],
         )
         self._names = [name for name, _ in named]
+        self._types = [type(module) for _, module in named]
         self._containers: list[tuple[int, str]] = []
         self.carried: set[str] = set()
         self.refresh()
@@ -92,20 +94,20 @@ class StepState(Attributes):
         for place, name in own:
             if place >= 0:
                 own[place, name] = self._dicts[place].get(name, ABSENT)
-        members = self._members[unit] if unit is not None else set()
         for place, (now, then) in enumerate(zip(self._dicts, before, strict=True)):
             if list(map(id, now.values())) == list(map(id, then.values())):
                 continue
             for name in {**then, **now}:
                 value, old = now.get(name, ABSENT), then.get(name, ABSENT)
-                if value is old or (is_number(value) and place in members):
+                if value is old:
                     continue
                 own[place, name] = value
-                if is_number(value) and unit is None:
+                if not is_number(value):
+                    self._set(place, name, old)
                     continue
-                if is_number(value) and is_number(old):
+                known = getattr(self._types[place], name, None) if old is ABSENT else old
+                if unit is not None and is_number(known):
                     self._note(place, name)
-                self._set(place, name, old)
 
     def _note(self, place: int, name: str) -> None:
         self.carried.add(f"{self._names[place]}.{name}".lstrip("."))

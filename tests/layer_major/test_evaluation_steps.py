@@ -1,0 +1,355 @@
+"""Steps of every kind: generation, random numbers, metrics, state on modules, errors."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import logging
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
+from transformers import PreTrainedModel
+
+from mt_lightning import MegaTrainStrategy
+from mt_lightning.engine.window.forward import Step
+
+from . import networks as nets
+from .evaluate import Batch, Evaluated, assert_equal, evaluate, loader, paged
+from .test_evaluation import VARIED, check, groups, quiet
+
+__all__ = ["groups", "quiet"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
+
+EVEN = nets.tokens(9, [12])
+
+
+# -- generation ---------------------------------------------------------------------------------
+
+
+class Generating(Evaluated):
+    """Generates tokens in prediction, and scores and generates in validation."""
+
+    measures_last = False
+    sampling = False
+    end: int | None = None
+
+    def generate(self, batch: Batch) -> Tensor:
+        assert isinstance(self.network, PreTrainedModel)
+        ids = batch["input_ids"]
+        return self.network.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=5,
+            do_sample=self.sampling,
+            use_cache=True,
+            eos_token_id=self.end,
+            pad_token_id=0,
+        )
+
+    def predict_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return self.generate(batch)
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        found = super().validation_step(batch, batch_idx)
+        tokens = self.generate(batch)
+        self.log("new", float(tokens[:, -1].sum()), on_step=True, on_epoch=True)
+        return {**found, "tokens": tokens}
+
+
+class Sampling(Generating):
+    sampling = True
+
+
+class Ending(Generating):
+    """Some batches meet the end after fewer tokens than others."""
+
+    end = 0
+
+
+@pytest.mark.parametrize("subject", [Generating, Sampling])
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe"])
+def test_generation(
+    model: str, subject: type[Evaluated], tmp_path: Path, groups: list[int]
+) -> None:
+    make = nets.zoo_model(model)
+    batches = VARIED if model == "llama" else EVEN[:4]
+    check(tmp_path, "predict", make, lambda: loader(batches), subject=subject)
+    assert max(groups) > 1
+
+
+def test_a_step_that_scores_and_then_generates(tmp_path: Path, groups: list[int]) -> None:
+    check(tmp_path, "validate", nets.zoo_model("llama"), lambda: loader(VARIED), subject=Generating)
+    assert max(groups) > 1
+
+
+def test_results_and_logs_keep_their_order_where_steps_end_in_another(
+    tmp_path: Path,
+    groups: list[int],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, batches = nets.zoo_model("llama"), nets.tokens(9, [9, 16, 12, 5], rows=1)
+    long = evaluate(tmp_path, "predict", make, loader(batches), None, subject=Generating)
+    monkeypatch.setattr(Ending, "end", int(long["result"][3][0, -3]))
+    for kind in ("validate", "predict"):
+        expected = evaluate(tmp_path, kind, make, loader(batches), None, subject=Ending)
+        strategy = paged(make(), True, 0.9)
+        found = evaluate(tmp_path, kind, make, loader(batches), strategy, subject=Ending)
+        if kind == "validate":
+            # What a step appends itself comes when it ends.
+            for outcome in (expected, found):
+                outcome["own"]["losses"].sort()
+        assert_equal(expected, found)
+    lengths = [tokens.shape[1] for tokens in expected["result"]]
+    assert lengths != [tokens.shape[1] for tokens in long["result"]]
+    assert max(groups) > 1
+    assert "in the order in which steps end" in caplog.text
+
+
+def test_the_weights_are_read_once_per_token_for_all_batches(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = nets.zoo_model("llama")
+    read = {}
+    for layer_major in (False, True):
+        strategy = paged(make(), layer_major)
+        evaluate(tmp_path, "predict", make, loader(EVEN), strategy, subject=Generating)
+        assert strategy.engine is not None
+        read[layer_major] = strategy.engine.stats.bytes_read
+    # One batch alone, then eight together.
+    assert read[True] <= read[False] * 2 / len(EVEN) * 1.1
+    told = [r.message for r in caplog.records if "again and again, as generate() does" in r.message]
+    assert len(told) == 2
+    assert "each token reads 0.001 GiB of them, for each batch" in told[0]
+    assert "once for all batches that run together" in told[1]
+
+
+# -- random numbers -----------------------------------------------------------------------------
+
+
+class Drawing(Evaluated):
+    """Draws before, between and after units; how much, `count` says."""
+
+    def count(self, batch_idx: int) -> int:
+        return 5
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        before = torch.rand(3)
+        loss = self.network(**batch).loss * torch.rand(self.count(batch_idx)).mean()
+        self.log("drawn", before.sum() + loss + torch.rand(1).sum(), on_step=True)
+        return {"loss": loss, "batch_idx": batch_idx}
+
+    def on_validation_batch_end(self, *_: Any) -> None:
+        torch.rand(2)
+
+
+class DrawingMore(Drawing):
+    def count(self, batch_idx: int) -> int:
+        return 5 + batch_idx % 3
+
+
+def test_random_numbers_are_those_of_the_usual_order(tmp_path: Path, groups: list[int]) -> None:
+    check(tmp_path, "validate", nets.Tiny, lambda: loader(VARIED), subject=Drawing)
+    assert max(groups) > 1
+
+
+def test_other_random_numbers_are_announced(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strategy = paged(nets.Tiny())
+    evaluate(tmp_path, "validate", nets.Tiny, loader(VARIED), strategy, subject=DrawingMore)
+    assert "draws different numbers of random numbers" in caplog.text
+
+
+# -- state --------------------------------------------------------------------------------------
+
+
+class Listed(Metric):
+    """Keeps what it is given, in order."""
+
+    values: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", [], dist_reduce_fx="cat")
+
+    def update(self, value: Tensor) -> None:
+        self.values.append(value.detach().reshape(1))
+
+    def compute(self) -> Tensor:
+        scale = torch.arange(1, len(self.values) + 1)
+        return (torch.cat(self.values) * scale).sum()
+
+
+class Measuring(Evaluated):
+    """Updates metrics in the middle of a step, in every way."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.listed = Listed()
+        self.many = MetricCollection({"a": MeanMetric(), "b": SumMetric()}, prefix="many_")
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        for _ in range(1 + batch_idx % 2):
+            loss = self.network(**batch).loss
+        self.listed(loss)
+        self.many.update(loss)
+        self.log("listed", self.listed, on_step=True, on_epoch=True)
+        self.log_dict(self.many, on_step=False, on_epoch=True)
+        second = self.network(**batch).loss
+        self.log("second", second, on_step=True, on_epoch=True)
+        return super().validation_step(batch, batch_idx)
+
+
+def test_metrics_are_updated_in_the_order_of_batches(tmp_path: Path, groups: list[int]) -> None:
+    check(tmp_path, "validate", nets.Tiny, lambda: loader(VARIED), subject=Measuring)
+    assert max(groups) > 1
+
+
+class Collecting(Evaluated):
+    """Hooks collect what blocks make; the step reads it in the end, in one of two ways."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        self.features: list[Tensor] = []
+        self.latest: dict[str, Tensor] = {}
+        self.found: list[Any] = []
+        for name, block in network.blocks.named_children():  # type: ignore[union-attr]
+            block.register_forward_hook(functools.partial(self._collect, name))
+
+    def _collect(self, name: str, module: nn.Module, args: Any, output: Tensor) -> None:
+        self.features.append(output)
+        self.latest[name] = output
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        result = super().validation_step(batch, batch_idx)
+        self.found.append([each.mean() for each in (*self.features, *self.latest.values())])
+        self.features.clear()
+        return result
+
+
+def test_what_hooks_collect_is_of_one_batch(tmp_path: Path, groups: list[int]) -> None:
+    check(tmp_path, "validate", nets.Tiny, lambda: loader(VARIED), subject=Collecting)
+    assert max(groups) > 1
+
+
+class Carrying(Evaluated):
+    """Each batch begins with what the one before it has left there, between units."""
+
+    length = 0
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        network.blocks[1].register_forward_pre_hook(self._carry)  # type: ignore[union-attr,index]
+
+    def _carry(self, block: nn.Module, args: tuple[Tensor, ...]) -> Any:
+        self.length = max(self.length, args[0].shape[1])
+        return (args[0] * self.length,)
+
+
+def test_numbers_carried_from_batch_to_batch_keep_the_usual_order(
+    tmp_path: Path, groups: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mt_lightning")
+    settings = {"subject": Carrying, "layer_major": "auto"}
+    check(tmp_path, "validate", nets.Tiny, lambda: loader(VARIED), **settings)
+    assert groups == [1]
+    assert "validation_step changes length between units" in caplog.text
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+class Failing(Evaluated):
+    """The sixth batch fails between two units."""
+
+    error: type[BaseException] = RuntimeError
+    now = 0
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__(network)
+        network.blocks[1].register_forward_pre_hook(self._fail)  # type: ignore[union-attr,index]
+
+    def validation_step(self, batch: Batch, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        self.now = batch_idx
+        return super().validation_step(batch, batch_idx)
+
+    def _fail(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if self.now == 5:
+            raise self.error("batch 5")
+
+
+class Stopping(Failing):
+    error = StopIteration
+
+
+class Interrupted(Failing):
+    error = SystemError
+
+
+class Left(pl.Callback):
+    """What is there when an exception has ended the loop."""
+
+    seen: Any = None
+    pins = 0
+
+    def on_exception(self, trainer: Any, module: Any, exception: BaseException) -> None:
+        progress = trainer.validate_loop.batch_progress
+        self.seen = progress.state_dict(), module.num_steps, module.losses, module.begun
+        assert not torch.is_inference_mode_enabled()
+        assert torch.is_grad_enabled()
+        assert gc.isenabled()
+        if isinstance(trainer.strategy, MegaTrainStrategy):
+            assert trainer.strategy.engine is not None
+            run = trainer.strategy.engine.live.run
+            resident = set(run.build.resident)
+            entries = [e for e in run.pool.entries() if e.page.index not in resident]
+            self.pins = sum(entry.pins for entry in entries)
+            assert not run.budget.by_purpose["waiting steps"]
+            assert trainer.strategy.engine.live.window is None
+            assert "validation_step" not in vars(trainer.strategy)
+            assert isinstance(module.mean.update, type(MeanMetric().update))
+            assert "log" not in vars(trainer.validate_loop._results)
+
+
+@pytest.mark.parametrize("subject", [Failing, Interrupted])
+def test_an_error_comes_at_its_batch_and_leaves_nothing_behind(
+    subject: type[Evaluated], tmp_path: Path, groups: list[int]
+) -> None:
+    seen = []
+    for strategy in (None, paged(nets.Tiny())):
+        left = Left()
+        with pytest.raises(subject.error, match="batch 5"):  # type: ignore[attr-defined]
+            evaluate(
+                tmp_path,
+                "validate",
+                nets.Tiny,
+                loader(VARIED),
+                strategy,
+                subject=subject,
+                callbacks=(left,),
+            )
+        assert not left.pins
+        seen.append(left.seen)
+    assert groups == [1, 8]
+    # All batches before it have ended; those after it have begun, and nothing else.
+    (progress, *expected), (found_progress, *found) = seen
+    assert_equal(progress, found_progress)
+    assert_equal(expected[:2], found[:2])
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is Step and not each.dead]
+
+
+def test_a_step_that_raises_stop_iteration_ends_the_loop(tmp_path: Path) -> None:
+    check(tmp_path, "validate", nets.Tiny, lambda: loader(VARIED[:6]), subject=Stopping)
+    expected = evaluate(tmp_path, "test", nets.Tiny, loader(VARIED), None, subject=Stopping)
+    strategy = paged(nets.Tiny())
+    found = evaluate(tmp_path, "test", nets.Tiny, loader(VARIED), strategy, subject=Stopping)
+    assert_equal(expected["result"], found["result"])
+    assert_equal(expected["ends"], found["ends"])

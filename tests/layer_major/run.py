@@ -91,6 +91,7 @@ def fit(
     module = subject(make())
     events = Events()
     settings.setdefault("max_epochs", 1)
+    settings.setdefault("num_sanity_val_steps", 0)
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=strategy or "auto",
@@ -100,7 +101,6 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=directory,
-        num_sanity_val_steps=0,
         **settings,
     )
     loaders = [DataLoader(each, batch_size=None) for each in (batches, val_batches) if each]

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+from greenlet import GreenletExit
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.window.forward import ForwardWindow, Shown, Step
@@ -158,6 +159,12 @@ class _Following:
         except Exception as error:
             self._window.await_turn(step, error)
             self._flush_logs(step)
+        except GreenletExit:
+            raise
+        except BaseException:
+            # A signal: where it comes behind a batch, that one has ended.
+            view.stays = self._window.is_turn(step)
+            raise
         self._metrics.ended(step, alone=alone)
         view.stays = True
 

@@ -17,11 +17,16 @@ _ABSENT = object()
 
 
 class Contents:
-    """A container and what it held at one moment."""
+    """A container and what it held at one moment.
 
-    def __init__(self, container: Any) -> None:
+    Args:
+        container: The container.
+        then: What it held, None for what it holds now.
+    """
+
+    def __init__(self, container: Any, then: Any = None) -> None:
         self._container = container
-        self._then = container.copy()
+        self._then = container.copy() if then is None else then
 
     def changed(self) -> bool:
         """Return whether it holds other objects now."""

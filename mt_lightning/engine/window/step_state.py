@@ -5,7 +5,8 @@ What a step has set is its own until it ends, as in `attributes`. Nothing has a 
 tensor that a unit leaves on itself is taken for a result of this step (an attention map, a loss of
 a router), not for a count. A number may be either: the step that set it finds it again, and steps
 that have not set it yet find it too, as they would after this step. Lists and dictionaries of
-modules are followed as well. Buffers that are changed in place are everybody's.
+modules are followed as well, and hooks that a step registers. Buffers that are changed in place are
+everybody's.
 """
 
 from __future__ import annotations
@@ -51,10 +52,17 @@ class StepState(Attributes):
         self._types = [type(module) for _, module in named]
         self._containers: list[tuple[int, str]] = []
         self.carried: set[str] = set()
+        self._hooks = [
+            hooks for _, m in named for hooks in (m._forward_hooks, m._forward_pre_hooks)
+        ]
+        self._usual_hooks: list[Any] = []
+        self._num_hooks: list[int] = []
         self.refresh()
 
     def refresh(self) -> None:
-        """Look for containers; called when no step is under way."""
+        """Look for containers and hooks; called when no step is under way."""
+        self._usual_hooks = [hooks.copy() for hooks in self._hooks]
+        self._num_hooks = list(map(len, self._hooks))
         self._containers = [
             (place, name)
             for place, attributes in enumerate(self._dicts)
@@ -83,7 +91,11 @@ class StepState(Attributes):
         """Take what a step has set, and put back what was there; see `Attributes.hide`."""
         if ended:
             own.clear()
+            if self._num_hooks != list(map(len, self._hooks)):
+                self._usual_hooks = [hooks.copy() for hooks in self._hooks]
+                self._num_hooks = list(map(len, self._hooks))
             return
+        self._hide_hooks(own)
         assert isinstance(before, _Before)
         for (place, name), contents in before.contents.items():
             known = own.pop((~place, name), None) is not None
@@ -108,6 +120,18 @@ class StepState(Attributes):
                 known = getattr(self._types[place], name, None) if old is ABSENT else old
                 if unit is not None and is_number(known):
                     self._note(place, name)
+
+    def _hide_hooks(self, own: Own) -> None:
+        """Take the hooks that a step has registered or removed, as for the time of its pass.
+
+        Their number is compared: there are hundreds of modules, and steps hardly ever do that.
+        """
+        for place, (hooks, count) in enumerate(zip(self._hooks, self._num_hooks, strict=True)):
+            key = (~place, "hooks")
+            if len(hooks) != count:
+                own[key] = Contents(hooks, self._usual_hooks[place]).take()
+            elif own:
+                own.pop(key, None)
 
     def _note(self, place: int, name: str) -> None:
         self.carried.add(f"{self._names[place]}.{name}".lstrip("."))

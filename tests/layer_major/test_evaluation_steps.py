@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from mt_lightning import MegaTrainStrategy
 from mt_lightning.engine.window.forward import Step
+from mt_lightning.huggingface import CausalLMModule
 
 from . import networks as nets
 from .evaluate import Batch, Evaluated, assert_equal, evaluate, loader, paged
@@ -405,3 +406,55 @@ def test_a_step_that_raises_stop_iteration_ends_the_loop(tmp_path: Path) -> None
     found = evaluate(tmp_path, "test", nets.Tiny, loader(VARIED), strategy, subject=Stopping)
     assert_equal(expected["result"], found["result"])
     assert_equal(expected["ends"], found["ends"])
+
+
+# -- a ready module -----------------------------------------------------------------------------
+
+
+class Continuing(CausalLMModule):
+    """Goes on with prompts of several lengths."""
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        return self.model.generate(  # type: ignore[operator]
+            batch["input_ids"],
+            attention_mask=batch["attention_mask"],
+            max_new_tokens=4,
+            do_sample=True,
+            top_k=20,
+            num_return_sequences=2,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
+
+
+def padded(batches: list[Batch]) -> list[Batch]:
+    """Let the rows of each batch begin at different places."""
+    for number, batch in enumerate(batches):
+        batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+        batch["attention_mask"][0, : 1 + number % 3] = 0
+        del batch["labels"]
+    return batches
+
+
+def test_a_causal_language_model(tmp_path: Path, groups: list[int]) -> None:
+    batches = padded(nets.tokens(9, [9, 16, 12, 5]))
+    found = []
+    for is_paged in (False, True):
+        module = Continuing(nets.zoo_model("llama")())
+        strategy = paged(module.model, "auto") if is_paged else "auto"
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            strategy=strategy,
+            logger=False,
+            enable_checkpointing=False,
+            enable_model_summary=False,
+            enable_progress_bar=False,
+            default_root_dir=tmp_path,
+        )
+        torch.manual_seed(3)
+        logged = trainer.validate(module, loader(batches), verbose=False)
+        logged += trainer.test(module, loader(batches), verbose=False)
+        tokens = trainer.predict(module, loader(batches))
+        found.append({"logged": logged, "tokens": tokens, "rng": torch.get_rng_state()})
+    assert_equal(*found)
+    assert groups == [1, 8] * 3

@@ -181,8 +181,7 @@ class ForwardWindow:
             view: What is swapped beside torch's own state.
             count: Whether to count what it holds.
         """
-        if not self.steps:
-            self._state.refresh()
+        self._state.refresh()
         step = Step(self._num_started, run, view, self._state)
         self._num_started += 1
         self.steps.append(step)

@@ -11,7 +11,8 @@ everybody's.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -19,6 +20,7 @@ from torch import nn
 from mt_lightning.engine.window.attributes import ABSENT, Attributes, Own
 from mt_lightning.engine.window.contents import KINDS, Contents, is_number
 
+_HOOKS = "its hooks"
 _PLAIN = frozenset(vars(nn.Module()))
 
 
@@ -50,19 +52,17 @@ class StepState(Attributes):
         )
         self._names = [name for name, _ in named]
         self._types = [type(module) for _, module in named]
-        self._containers: list[tuple[int, str]] = []
-        self.carried: set[str] = set()
         self._hooks = [
             hooks for _, m in named for hooks in (m._forward_hooks, m._forward_pre_hooks)
         ]
-        self._usual_hooks: list[Any] = []
-        self._num_hooks: list[int] = []
+        self._containers: list[tuple[int, str]] = []
+        self.carried: set[str] = set()
         self.refresh()
 
     def refresh(self) -> None:
-        """Look for containers and hooks; called when no step is under way."""
-        self._usual_hooks = [hooks.copy() for hooks in self._hooks]
-        self._num_hooks = list(map(len, self._hooks))
+        """Look at what is everybody's; called when no step runs."""
+        self._everybodys = [attributes.copy() for attributes in self._dicts]
+        self._keep_hooks()
         self._containers = [
             (place, name)
             for place, attributes in enumerate(self._dicts)
@@ -70,9 +70,13 @@ class StepState(Attributes):
             if type(value) in KINDS and (name not in _PLAIN or (name == "_buffers" and value))
         ]
 
+    def _keep_hooks(self) -> None:
+        self._usual_hooks = [hooks.copy() for hooks in self._hooks]
+        self._num_hooks = list(map(len, self._hooks))
+
     def show(self, own: Own) -> list[dict[str, Any]]:
         """Set what a step has set before; return how everything was."""
-        before = _Before(attributes.copy() for attributes in self._dicts)
+        before = _Before(self._everybodys)
         before.contents = {}
         for place, name in self._containers:
             value = self._dicts[place].get(name)
@@ -89,14 +93,15 @@ class StepState(Attributes):
         self, own: Own, before: list[dict[str, Any]], unit: int | None, *, ended: bool
     ) -> None:
         """Take what a step has set, and put back what was there; see `Attributes.hide`."""
+        assert isinstance(before, _Before)
         if ended:
             own.clear()
+            for place, _, _ in self._changes():
+                self._everybodys[place] = self._dicts[place].copy()
             if self._num_hooks != list(map(len, self._hooks)):
-                self._usual_hooks = [hooks.copy() for hooks in self._hooks]
-                self._num_hooks = list(map(len, self._hooks))
+                self._keep_hooks()
             return
         self._hide_hooks(own)
-        assert isinstance(before, _Before)
         for (place, name), contents in before.contents.items():
             known = own.pop((~place, name), None) is not None
             if contents.changed():
@@ -106,9 +111,7 @@ class StepState(Attributes):
         for place, name in own:
             if place >= 0:
                 own[place, name] = self._dicts[place].get(name, ABSENT)
-        for place, (now, then) in enumerate(zip(self._dicts, before, strict=True)):
-            if list(map(id, now.values())) == list(map(id, then.values())):
-                continue
+        for place, now, then in self._changes():
             for name in {**then, **now}:
                 value, old = now.get(name, ABSENT), then.get(name, ABSENT)
                 if value is old:
@@ -120,18 +123,24 @@ class StepState(Attributes):
                 known = getattr(self._types[place], name, None) if old is ABSENT else old
                 if unit is not None and is_number(known):
                     self._note(place, name)
+                then[name] = value
+
+    def _changes(self) -> Iterator[tuple[int, dict[str, Any], dict[str, Any]]]:
+        """Yield the attributes of modules that differ from what is everybody's."""
+        for place, (now, then) in enumerate(zip(self._dicts, self._everybodys, strict=True)):
+            # There are hundreds of modules, and this is done at every unit for every step.
+            if len(now) != len(then) or not all(map(is_, now.values(), then.values())):
+                yield place, now, then
 
     def _hide_hooks(self, own: Own) -> None:
-        """Take the hooks that a step has registered or removed, as for the time of its pass.
-
-        Their number is compared: there are hundreds of modules, and steps hardly ever do that.
-        """
-        for place, (hooks, count) in enumerate(zip(self._hooks, self._num_hooks, strict=True)):
-            key = (~place, "hooks")
-            if len(hooks) != count:
-                own[key] = Contents(hooks, self._usual_hooks[place]).take()
-            elif own:
-                own.pop(key, None)
+        """Take the hooks that a step has registered or removed, as for the time of its pass."""
+        counts = list(map(len, self._hooks))
+        if counts == self._num_hooks and not any(name == _HOOKS for _, name in own):
+            return
+        for place, (hooks, now) in enumerate(zip(self._hooks, counts, strict=True)):
+            own.pop((~place, _HOOKS), None)
+            if now != self._num_hooks[place]:
+                own[~place, _HOOKS] = Contents(hooks, self._usual_hooks[place]).take()
 
     def _note(self, place: int, name: str) -> None:
         self.carried.add(f"{self._names[place]}.{name}".lstrip("."))

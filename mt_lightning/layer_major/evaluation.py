@@ -19,8 +19,9 @@ import lightning.pytorch as pl
 from greenlet import GreenletExit
 
 from mt_lightning.engine.engine import Engine
-from mt_lightning.engine.window.forward import ForwardWindow, Shown, Step
+from mt_lightning.engine.window.forward import ForwardWindow, Step
 from mt_lightning.engine.window.micro import current
+from mt_lightning.engine.window.shown import Shown
 from mt_lightning.engine.window.step_state import StepState
 from mt_lightning.layer_major.eval_view import EvaluationView
 from mt_lightning.layer_major.in_turn import LogsInTurn, MetricsInTurn, metrics_of

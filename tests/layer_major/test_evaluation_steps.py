@@ -16,7 +16,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from transformers import PreTrainedModel
 
 from mt_lightning import MegaTrainStrategy
-from mt_lightning.engine.window.forward import Step
+from mt_lightning.engine.window.forward import ForwardWindow, Step
 from mt_lightning.huggingface import CausalLMModule
 
 from . import networks as nets
@@ -129,6 +129,26 @@ def test_the_weights_are_read_once_per_token_for_all_batches(
     assert len(told) == 2
     assert "each token reads 0.001 GiB of them, for each batch" in told[0]
     assert "once for all batches that run together" in told[1]
+
+
+@pytest.mark.parametrize("subject", [Evaluated, Generating])
+def test_what_batches_hold_is_what_was_reserved(
+    subject: type[Evaluated], tmp_path: Path, groups: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hidden states, masks, caches of keys and values: counted for every batch here."""
+    windows: list[ForwardWindow] = []
+    start = ForwardWindow.start
+
+    def counted(self: ForwardWindow, run: Any, view: Any, *, count: bool) -> Step:
+        windows.append(self)
+        return start(self, run, view, count=True)
+
+    monkeypatch.setattr(ForwardWindow, "start", counted)
+    make, batches = nets.zoo_model("llama"), nets.tokens(13, [9, 16, 12, 5, 7])
+    strategy = paged(make(), True, 0.8)
+    evaluate(tmp_path, "predict", make, loader(batches), strategy, subject=subject)
+    assert max(groups) > 1
+    assert windows[0].uncounted_bytes == 0
 
 
 # -- random numbers -----------------------------------------------------------------------------
@@ -457,4 +477,6 @@ def test_a_causal_language_model(tmp_path: Path, groups: list[int]) -> None:
         tokens = trainer.predict(module, loader(batches))
         found.append({"logged": logged, "tokens": tokens, "rng": torch.get_rng_state()})
     assert_equal(*found)
-    assert groups == [1, 8] * 3
+    assert groups[:4] == [1, 8, 1, 8]
+    assert sum(groups) == 3 * 9
+    assert max(groups[4:]) > 1

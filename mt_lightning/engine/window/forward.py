@@ -14,7 +14,6 @@ comes in the order of batches. Steps that enter the same units end in this order
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,9 @@ import torch
 
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.window.draws import advance, count_draws
-from mt_lightning.engine.window.learned import Learned, shapes_of
+from mt_lightning.engine.window.learned import shapes_of
 from mt_lightning.engine.window.micro import Micro, View, current
+from mt_lightning.engine.window.shown import Shown
 from mt_lightning.engine.window.step_state import StepState
 from mt_lightning.engine.window.waiting import held_bytes
 from mt_lightning.pager.budget import Reservation
@@ -76,36 +76,6 @@ class Step(Micro):
         if self.room is not None:
             self.room.free()
             self.room = None
-
-
-class Shown(Learned):
-    """What the steps of one loop have shown of themselves.
-
-    Attributes:
-        steady: Whether they draw as many random numbers as those before them.
-        updates: How often a step updates each metric, by position.
-        carried: Numbers that steps change between two units; see `StepState`.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steady = True
-        self.updates: Counter[int] = Counter()
-        self.carried: set[str] = set()
-
-    def draws(self, shapes: Any) -> int | None:
-        """Return how many random numbers such a step is expected to draw, None if unknown.
-
-        [Note: draws of a new shape]
-        Sampling draws for each row and token, however long the prompt is. So a step of a new shape
-        is expected to draw what all steps have drawn. That is given up at the first surprise: steps
-        whose streams overlap would be less random than they look.
-        """
-        counts = {draws for draws, _ in self._steps.values()}
-        if len(counts) == 1:
-            (common,) = counts
-            return common if self.steady or not common else None
-        return super().draws(shapes) if self.steady else None
 
 
 class ForwardWindow:
@@ -165,6 +135,10 @@ class ForwardWindow:
     def passed(self, start: int) -> None:
         """Take note that a backward has come to node number `start`."""
 
+    def num_input_bytes(self) -> int:
+        """Return how many bytes of inputs wait for a backward: none."""
+        return 0
+
     # -- what the loop asks -----------------------------------------------------------------------
 
     def watch(self, watch: Callable[[Unit], None]) -> None:
@@ -190,6 +164,8 @@ class ForwardWindow:
         self._go_on(step)
         if not step.ended and step.unit is not None:
             step.shapes = shapes_of(*step.arguments)
+            if not self.learned.knows(step.shapes):
+                step.counting = self._opaque
             torch.set_rng_state(advance(before, self.learned.draws(step.shapes)))
         else:
             torch.set_rng_state(step.rng)
@@ -320,7 +296,7 @@ class ForwardWindow:
             if step.shapes is not None:
                 expected = self.learned.num_bytes(step.shapes)
                 num_bytes = expected if step.counting is None else step.held_bytes
-                self.learned.saw(step.shapes, [], num_bytes, draws)
+                self.learned.saw(step.shapes, num_bytes, draws)
 
 
 def _behind(step: Step) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from mt_lightning.engine.durability import COMMIT_INTERVAL_S
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.write_back import WriteBack
 from mt_lightning.pager.stats import Clock
+from mt_lightning.tiers.uninterrupted import uninterrupted
 
 
 class StepCommits:
@@ -102,7 +103,8 @@ class StepCommits:
     def _submit(self, run: Callable[[], None]) -> None:
         if self._write_back.active:
             self._worker.drain_commits()
-        self._worker.submit(run, None, self._write_back.hold())
+        with uninterrupted():
+            self._worker.submit(run, None, self._write_back.hold())
 
     def now(self, files: set[str], *, begun: bool) -> None:
         """Commit what was written outside a step; nothing is pending."""

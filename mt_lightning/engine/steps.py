@@ -32,6 +32,7 @@ from mt_lightning.optim.shadow import Hyper, snapshot
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.table import Page
+from mt_lightning.tiers.uninterrupted import uninterrupted
 
 log = logging.getLogger(__name__)
 
@@ -107,11 +108,10 @@ class Steps:
         """Raise StepError when `page` has been updated in this step already."""
         if page.index in self._submitted:
             raise StepError(
-                f"{name} got another gradient after its unit had been updated in the same "
-                f"step; a unit "
-                "that runs several times inside checkpoints with use_reentrant=True does that. The "
-                "step is undone. Use use_reentrant=False, or gradient_clip_val to update after "
-                "backward."
+                f"{name} got another gradient after its unit had been updated in the same step; a "
+                "unit that runs several times inside checkpoints with use_reentrant=True does "
+                "that. The step is undone. Use use_reentrant=False, or gradient_clip_val to update "
+                "after backward."
             )
 
     def on_complete(self, page: Page) -> None:
@@ -215,11 +215,9 @@ class Steps:
             self._stats.skipped_steps += 1
             log.warning("step skipped: a gradient is NaN or infinite (nonfinite='skip').")
             return False
-        hyper = (
-            self._hyper if self._armed == optimizer and self._hyper else snapshot(trained.optimizer)
-        )
-        trained.first_hyper = trained.first_hyper or hyper
         eager = self._armed == optimizer
+        hyper = self._hyper if eager and self._hyper else snapshot(trained.optimizer)
+        trained.first_hyper = trained.first_hyper or hyper
         clip = self._eager_clip if eager else self.clipping.of(optimizer)
         self._ready.clear()
         self.partial = eager
@@ -243,19 +241,20 @@ class Steps:
         if inline:
             self._worker.drain_commits()
         # Until here nothing is changed but by eager updates: an interrupt costs this step alone.
-        self.partial = True
-        for page, due in inline:
-            self._update_now(page, due)
-        self._due.update(begun)
-        self.count += 1
-        self.partial = False
-        self._submitted.clear()
-        self._gradients.expect_clearing(trained.pages)
-        self.clipping.forget(optimizer)
-        self.disarm()
-        self._stats.steps += 1
-        self.commits.stepped(self.count)
-        self._stepped.add(optimizer)
+        with uninterrupted():
+            self.partial = True
+            for page, due in inline:
+                self._update_now(page, due)
+            self._due.update(begun)
+            self.count += 1
+            self.partial = False
+            self._submitted.clear()
+            self._gradients.expect_clearing(trained.pages)
+            self.clipping.forget(optimizer)
+            self.disarm()
+            self._stats.steps += 1
+            self.commits.stepped(self.count)
+            self._stepped.add(optimizer)
         if eager and not self.commits.followed:
             self.commits.submit()
         return True
@@ -320,7 +319,8 @@ class Steps:
         self._worker.drain()
 
     def _submit_due(self, page: Page) -> None:
-        self._submit(page, self._due.pop(page.index))
+        # It stays due until it is queued: who waits for room may be interrupted.
+        self._submit(page, self._due[page.index])
 
     def commit_now(self, *, weights: bool = False) -> None:
         """Commit what was written outside a step; nothing is pending.
@@ -343,21 +343,30 @@ class Steps:
     def _submit(self, page: Page, due: Due) -> None:
         self._worker.retire_page(page.index)
         entry = self._pool.pin(page)
-        if entry.frame.in_use():
-            self._worker.drain_commits()  # one may be writing the frame
-            entry = self._pool.copy_on_write(page)
-        if due.grads.must_be_whole(page):
-            what = f"the gradients of page {page.layout.key}, which its optimizer needs whole,"
-            due.grads.reservations.append(
-                self._pool.reserve(page.layout.grad_bytes, "gradients", what)
-            )
-        job = self._job(page, due, entry)
 
         def retire() -> None:
             due.grads.free()
             self._pool.release(entry)
 
-        self._worker.submit(lambda: self._updater.update(job), page.index, retire)
+        def queued() -> None:
+            if self._due.get(page.index) is due:
+                del self._due[page.index]
+
+        try:
+            if entry.frame.in_use():
+                self._worker.drain_commits()  # one may be writing the frame
+                self._pool.copy_on_write(page)
+            if due.grads.must_be_whole(page):
+                what = f"the gradients of page {page.layout.key}, which its optimizer needs whole,"
+                due.grads.reservations.append(
+                    self._pool.reserve(page.layout.grad_bytes, "gradients", what)
+                )
+            job = self._job(page, due, entry)
+            self._worker.submit(lambda: self._updater.update(job), page.index, retire, queued)
+        except BaseException:
+            if not self._worker.is_pending(page.index):
+                self._pool.release(entry)
+            raise
 
     def _update_now(self, page: Page, due: Due) -> None:
         """Update a resident page on this thread; it is tiny and no forward announces its use."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mt_lightning.tiers.uninterrupted import uninterrupted
 from mt_lightning.tiers.watch import Watch
 
 MAX_PENDING = 2
@@ -37,16 +38,29 @@ class UpdateWorker:
         self._error: BaseException | None = None
 
     def submit(
-        self, run: Callable[[], None], page: int | None, on_retire: Callable[[], None]
+        self,
+        run: Callable[[], None],
+        page: int | None,
+        on_retire: Callable[[], None],
+        on_queued: Callable[[], None] = lambda: None,
     ) -> None:
-        """Queue a job; for one that holds a page, wait while too many are pending."""
+        """Queue a job; for one that holds a page, wait while too many are pending.
+
+        Args:
+            run: The job.
+            page: The page that it holds, None where it holds none.
+            on_retire: Called when the job has been retired.
+            on_queued: Called as the job is queued; a Ctrl-C comes before or after both.
+        """
         while (
             page is not None and sum(job.page is not None for job in self._pending) >= MAX_PENDING
         ):
             self.retire_oldest()
         what = "a commit" if page is None else f"the update of page {page}"
-        job = self._pool.submit(self._run, what, run, torch.get_num_threads())
-        self._pending.append(_Job(job, page, on_retire))
+        with uninterrupted():
+            on_queued()
+            job = self._pool.submit(self._run, what, run, torch.get_num_threads())
+            self._pending.append(_Job(job, page, on_retire))
 
     def _run(self, what: str, run: Callable[[], None], num_threads: int) -> None:
         # Matrix products give other bits on another number of threads.

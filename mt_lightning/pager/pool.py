@@ -20,6 +20,7 @@ from mt_lightning.pages.table import Page
 from mt_lightning.tiers.arena import Arena, Frame
 from mt_lightning.tiers.io import IOQueue, Ticket
 from mt_lightning.tiers.store import Store
+from mt_lightning.tiers.uninterrupted import uninterrupted
 
 _FRAMED = ("weights", "state", "input frames")
 """What reservations of these purposes stand for lies in frames of the arena."""
@@ -169,8 +170,9 @@ class WeightPool:
         self.make_room(page.layout.nbytes, f"a second copy of page {page.layout.key}")
         frame, reservation = self._allocate(page.layout.nbytes)
         frame.tensor.copy_(old.frame.tensor)
-        self._orphans.append((old.frame, old.reservation))
-        old.frame, old.reservation = frame, reservation
+        with uninterrupted():
+            self._orphans.append((old.frame, old.reservation))
+            old.frame, old.reservation = frame, reservation
         return old
 
     def write_back(self, entry: PoolEntry) -> None:
@@ -183,8 +185,9 @@ class WeightPool:
         self.written.add(name)
         ticket = self._io.write(name, [(0, entry.frame.memory)])
         ticket.wait()
-        plane.advance(slot, [list(ticket.sums)])
-        entry.dirty = False
+        with uninterrupted():
+            plane.advance(slot, [list(ticket.sums)])
+            entry.dirty = False
 
     def flush(self) -> None:
         """Write back every dirty frame."""

@@ -18,6 +18,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from mt_lightning.engine.engine import Engine
 
@@ -104,9 +105,13 @@ class BrokenBatch:
             return False
         if self._processed:
             return True
-        if not self._trainer.lightning_module.automatic_optimization:
+        module = self._trainer.lightning_module
+        if not module.automatic_optimization:
             return False
-        # In the module's own optimizer_step, which may be about to take another one.
+        own = is_overridden("optimizer_step", module) or "optimizer_step" in vars(module)
+        if not own:
+            return True
+        # It may be about to take another one: then it has begun a forward.
         trained = {page.index for each in run.steps.trained for page in each.pages}
         return run.binder.used.isdisjoint(trained - set(run.build.resident))
 

@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.kept import keep
-from mt_lightning.engine.uninterrupted import uninterrupted
 from mt_lightning.errors import ConfigError
 from mt_lightning.layer_major.loop import LayerMajor
 from mt_lightning.resume.adoption import state_in
@@ -22,6 +21,7 @@ from mt_lightning.resume.description import DESCRIPTION_KEY, describe
 from mt_lightning.resume.packer import Packer, unpack
 from mt_lightning.resume.position import DataPosition, check_resumable
 from mt_lightning.resume.run_state import give_early, give_late, take
+from mt_lightning.tiers.uninterrupted import uninterrupted
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from typing import TypeVar
 from mt_lightning.errors import CorruptPageError, StorageError
 from mt_lightning.tiers.advice import FULL, NO_DESCRIPTORS, PASSING
 from mt_lightning.tiers.filesystem import free_bytes
+from mt_lightning.tiers.uninterrupted import interrupt_waits
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class Patience:
     def _pause(self, seconds: float) -> bool:
         """Wait; return False as soon as the run is to end."""
         deadline = time.monotonic() + seconds
-        while not (self._ended.is_set() or self.stopping()):
+        while not (self._ended.is_set() or self.stopping() or interrupt_waits()):
             left = deadline - time.monotonic()
             if left <= 0:
                 return True

@@ -8,10 +8,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_waiting = threading.Event()
+
+
+def interrupt_waits() -> bool:
+    """Return whether a Ctrl-C came that does not count yet: nobody should wait for a drive then."""
+    return _waiting.is_set()
+
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let a Ctrl-C count when the block has ended; it must be short and wait for nothing.
+    """Let a Ctrl-C count when the block has ended, which must be soon.
 
     Python hands signals to the main thread, so elsewhere there is nothing to do; nor where the
     handler was not set by Python, which could not be put back.
@@ -20,17 +27,16 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield
         return
-    came = False
 
     def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
         del number, frame
-        came = True
+        _waiting.set()
 
     signal.signal(signal.SIGINT, note)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-        if came:
+        if _waiting.is_set():
+            _waiting.clear()
             signal.raise_signal(signal.SIGINT)

@@ -331,14 +331,23 @@ class Attached:
 
     # -- what user code sees ----------------------------------------------------------------------
 
-    def show_pages(self, pages: list[Page]) -> None:
-        """Let parameters show mapped files, as `state_dict()` needs them."""
+    def show_pages(self, pages: list[Page], *, whole: bool) -> None:
+        """Let the parameters of a module show mapped files; `whole` where `state_dict()` begins."""
         self._undo_partial_step()
-        self.drain()
+        if whole:
+            self._parking.forget_dead()
+        if whole or any(self._is_behind(page) for page in pages):
+            self.drain()
         for page in pages:
             if not self.run.binder.is_bound(page) and not self._editing[page.index]:
                 with torch.inference_mode(False), torch.no_grad():
                     self._parking.show_again(page)
+
+    def _is_behind(self, page: Page) -> bool:
+        """Return whether the file of a page is not what its weights are."""
+        run, entry = self.run, self.run.pool.entry(page)
+        dirty = entry is not None and entry.dirty
+        return dirty or run.steps.is_due(page) or run.worker.is_pending(page.index)
 
     def _undo_partial_step(self) -> None:
         """Go back to the last commit when a step was interrupted: nobody may see half of it.

@@ -18,8 +18,8 @@ class Host(Protocol):
     def on_grad(self, page: Page, param: int, parameter: nn.Parameter) -> None:
         """Take a gradient."""
 
-    def show_pages(self, pages: list[Page]) -> None:
-        """Let parameters show mapped files."""
+    def show_pages(self, pages: list[Page], *, whole: bool) -> None:
+        """Let parameters show mapped files; `whole` where a state dict begins."""
 
     def hide_pages(self, pages: list[Page]) -> None:
         """Let them show placeholders again."""
@@ -48,6 +48,7 @@ def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[RemovableHan
     for module in root.modules():
         own = [place[id(p)] for p in module.parameters(recurse=False)]
         pages = list({page.index: page for page in own if page.index not in resident}.values())
+        handles.append(_show_hook(host, module, pages))
         if pages:
             handles.extend(_state_dict_hooks(host, module, pages))
     return handles
@@ -60,10 +61,17 @@ def _leave(host: Host, page: Page, index: int) -> Callable[[Any], None]:
     return hook
 
 
-def _state_dict_hooks(host: Host, module: nn.Module, pages: list[Page]) -> list[RemovableHandle]:
-    def before_save(*_: Any) -> None:
-        host.show_pages(pages)
+def _show_hook(host: Host, module: nn.Module, pages: list[Page]) -> RemovableHandle:
+    def before_save(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        del module, keep_vars
+        # Modules inside another one are asked with a prefix, right after it.
+        if pages or not prefix:
+            host.show_pages(pages, whole=not prefix)
 
+    return module.register_state_dict_pre_hook(before_save)
+
+
+def _state_dict_hooks(host: Host, module: nn.Module, pages: list[Page]) -> list[RemovableHandle]:
     def after_save(*_: Any) -> None:
         host.hide_pages(pages)
 
@@ -74,7 +82,6 @@ def _state_dict_hooks(host: Host, module: nn.Module, pages: list[Page]) -> list[
         host.end_edit(pages)
 
     return [
-        module.register_state_dict_pre_hook(before_save),
         module.register_state_dict_post_hook(after_save),
         module.register_load_state_dict_pre_hook(before_load),
         module.register_load_state_dict_post_hook(after_load),

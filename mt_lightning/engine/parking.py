@@ -55,7 +55,6 @@ class Parking:
         A `state_dict()` asks once for every module; tensors that several modules hold must be one
         tensor in it, as they are in the model.
         """
-        self.forget_dead()
         shown = self._shown.get(page.index)
         if shown is not None and shown.is_of(page) and shown.mapping.is_pristine():
             self._let_show(page, shown.mapping)

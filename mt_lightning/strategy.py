@@ -26,6 +26,7 @@ from mt_lightning.engine.machine import fresh_directory, open_machine
 from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
 from mt_lightning.engine.undo import refuse_lost
 from mt_lightning.errors import ConfigError
+from mt_lightning.layer_major.choice import choose_order
 from mt_lightning.layer_major.evaluation import Evaluation
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
@@ -59,7 +60,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         optimizer_compression: How optimizer state is kept. False: as it is. "lossless": every bit,
             with about 5/6 of the bytes read and written. True: 2-8 bits per value, lossy, for
             `torch.optim.AdamW` and `Adam`; the name of a format chooses that one.
-        layer_major: Run accumulated batches unit by unit; "auto" means False in this version.
+        layer_major: Run accumulated batches unit by unit, so that weights are read twice per step.
+            "auto": where that saves reads and the first window shows that it changes nothing.
         recompute: Recompute activations in backward: of every unit, of none (that they find no room
             is an error), or "auto": of those that find no room in `max_ram_gb`.
         durability: Commit each "step", or at each "checkpoint" and every 5 minutes; or "auto".
@@ -218,6 +220,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 self.optimizers if fitting else [],
                 schedule="eager" if reason is None else "deferred",
                 micro_batches=micro_batches(trainer) if fitting else 1,
+                layer_major=fitting and choose_order(trainer, self.options),
             )
             self._eager = engine.plan.schedule == "eager"  # type: ignore[union-attr]
         except BaseException:

@@ -278,7 +278,8 @@ class Attached:
             optimizer: Its index.
             clip_value: Bound of value clipping, which needs no other gradient.
         """
-        if self.run.plan.schedule == "eager":
+        waits = self.window is not None and self.window.comparing
+        if self.run.plan.schedule == "eager" and not waits:
             self.run.steps.arm(optimizer, clip_value)
 
     def step(self, optimizer: int) -> bool:

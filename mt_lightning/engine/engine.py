@@ -42,7 +42,8 @@ from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.pieces import PIECES_KEY, keep_pieces
 from mt_lightning.engine.plain import PlainState
-from mt_lightning.engine.plan import Plan, choose_plan
+from mt_lightning.engine.plan import Plan
+from mt_lightning.engine.plan_choice import Order, choose_plan, decide
 from mt_lightning.engine.refusals import refuse_model
 from mt_lightning.engine.restore import keep_layout, take_over
 from mt_lightning.engine.runtime import Runtime
@@ -162,7 +163,24 @@ class Engine:
     def expected_bytes_per_step(self) -> tuple[int, int]:
         """Return the bytes that a step over all units reads and writes, by the plan."""
         assert self.plan is not None
-        return self.plan.read_bytes, self.plan.written_bytes
+        return self.plan.traffic
+
+    def decide_order(self, reason: str, *, layer_major: bool) -> None:
+        """Settle in which order batches run from now on, where the plan left it open.
+
+        Args:
+            reason: Why, as a sentence for people.
+            layer_major: Whether they run unit by unit.
+        """
+        assert self.plan is not None
+        before, self.plan = self.plan, decide(self.plan, reason, layer_major=layer_major)
+        if before.written_bytes != self.plan.written_bytes:
+            log.info("%s", self._wear())
+
+    def _wear(self) -> str:
+        assert self.plan is not None
+        plan = self.plan
+        return wear_text(plan.durability, plan.written_bytes, plan.commit_bytes)
 
     def prepare(self) -> None:
         """Refuse what cannot be paged and give meta parameters placeholders.
@@ -180,6 +198,7 @@ class Engine:
         *,
         schedule: str = "deferred",
         micro_batches: int | None = None,
+        layer_major: Order = False,
     ) -> None:
         """Take the parameters over.
 
@@ -187,6 +206,7 @@ class Engine:
             optimizers: The user's optimizers; none for validation and prediction.
             schedule: "eager" or "deferred", for the plan; `Attached.arm` decides each step.
             micro_batches: How many backward passes make a step, None where that is not known.
+            layer_major: Whether a `Window` will run them unit by unit; "auto": whether it may.
 
         Raises:
             BudgetError: Memory or disk is too small.
@@ -215,7 +235,7 @@ class Engine:
             directories=self.machine.directories,
             schedule=schedule,
             micro_batches=micro_batches,
-            layer_major=self.options.layer_major is True and micro_batches != 1,
+            layer_major=layer_major if micro_batches != 1 else False,
             trains=bool(optimizers),
             in_memory=self.machine.in_memory,
             recompute=self.options.recompute,
@@ -294,7 +314,7 @@ class Engine:
         self.plan, self._build, self._parking, self._live = plan, build, parking, live
         if optimizers:
             self.num_lost = 0
-            log.info("%s", wear_text(plan.durability, plan.written_bytes, plan.commit_bytes))
+            log.info("%s", self._wear())
         self._install(run)
 
     def _install(self, run: Runtime) -> None:

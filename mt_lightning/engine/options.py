@@ -41,7 +41,8 @@ class Options:
 
     layer_major: bool | Literal["auto"] = "auto"
     """Run accumulated batches through the model unit by unit, so that weights are read twice per
-    step however many they are; "auto" means False in this version."""
+    step however many they are. "auto": where that saves reads, and the first window, run in both
+    orders, shows the same losses and gradients."""
 
     recompute: bool | Literal["auto"] = "auto"
     """Recompute activations in backward. True: those of every unit. False: of none; that they find

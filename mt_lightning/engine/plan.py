@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.durability import wear_rows
@@ -65,6 +65,12 @@ class Plan:
         sweep_bytes: What a pass forward and back is expected to read of weights.
         through_bytes: Length of each frame that inputs are written through.
         num_through: How many of them.
+        order: "usual", "layer-major", or "undecided": the usual order until the first window has
+            shown whether the other one gives the same.
+        order_reason: Why, as a sentence; empty where there was nothing to choose.
+        saves: Whether layer-major order moves fewer bytes as soon as a step has two micro-batches.
+        usual_traffic: What a step reads and writes in the usual order.
+        window_traffic: What it reads and writes in layer-major order.
     """
 
     num_units: int
@@ -103,6 +109,11 @@ class Plan:
     sweep_bytes: int = 0
     through_bytes: int = 0
     num_through: int = 0
+    order: str = "usual"
+    order_reason: str = ""
+    saves: bool = False
+    usual_traffic: tuple[int, int] = (0, 0)
+    window_traffic: tuple[int, int] = (0, 0)
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
@@ -130,7 +141,31 @@ class Plan:
         rows.append(("files", self.disk_bytes, where))
         if self.schedule != "none":
             rows.extend(wear_rows(self.durability, self.written_bytes, self.commit_bytes))
+            rows.extend(order_rows(self))
         return rows
+
+    @property
+    def traffic(self) -> tuple[int, int]:
+        """What a step reads and writes in the order that runs now."""
+        return self.read_bytes, self.written_bytes
+
+
+def order_rows(plan: Plan) -> list[tuple[str, int, str]]:
+    """Return rows for a table: in which order accumulated batches run, and what a step reads."""
+    if not plan.order_reason:
+        return []
+    if plan.order != "undecided":
+        name = "unit by unit" if plan.order == "layer-major" else "in the usual order"
+        return [("read per step", plan.read_bytes, f"batches {name}: {plan.order_reason}")]
+    (usual, usual_written), (window, window_written) = plan.usual_traffic, plan.window_traffic
+    rows = [
+        ("read per step, usual order", usual, f"the first window; {plan.order_reason}"),
+        ("  unit by unit", window, "the windows after it, where it gave the same"),
+    ]
+    if usual_written != window_written:
+        rows.insert(1, ("  written", usual_written, "what does not fit goes to disk in between"))
+        rows.append(("  written", window_written, "gradients of a step are written once"))
+    return rows
 
 
 def make_plan(
@@ -195,7 +230,6 @@ def make_plan(
     if layer_major:
         # Each micro-batch's gradient of a parameter lies beside the sum of those before it.
         fixed += max((s.nbytes for page in trained for s in page.layout.params), default=0)
-        micro_batches = 1
     needs = [(_unit_need(unit, build, trains), unit.name) for unit in build.units]
     need, largest = max(needs, default=(0, "parameters outside units"))
     minimum = fixed + need
@@ -241,8 +275,19 @@ def make_plan(
     turns = [build.units[0], build.units[-1]] if build.units else []
     left = [spare + need - cached_bytes - _beside_weights(unit, build, trains) for unit in turns]
     absent = sum(max(0, weights - max(0, bytes_left)) for bytes_left in left)
-    # An eager step takes the last micro-batch's gradients without a detour.
-    num_spills = micro_batches - (schedule == "eager")
+
+    def moved(num_sweeps: int) -> tuple[int, int]:
+        """What a step reads and writes that sweeps over the weights so many times and back."""
+        # An eager step takes the last micro-batch's gradients without a detour.
+        num_spills = num_sweeps - (schedule == "eager")
+        plain_bytes = sum(page.state_layout.plain_bytes for page in trained)
+        read = absent * num_sweeps + int(share * (plain_bytes - cached_bytes))
+        plain_bytes = sum(page.state_layout.plain_bytes for page in updated)
+        written = updated_bytes * (not keeps_weights) + int(share * (plain_bytes - kept_bytes))
+        return read + spilled_bytes * num_spills, written + spilled_bytes * num_spills
+
+    usual_traffic, window_traffic = moved(micro_batches), moved(1)
+    read_bytes, written_bytes = window_traffic if layer_major else usual_traffic
     return Plan(
         num_units=len(build.units),
         num_pages=len(build.table),
@@ -267,12 +312,8 @@ def make_plan(
         spilled_bytes=spilled_bytes,
         cached_state=tuple(cached),
         cached_state_bytes=cached_bytes,
-        read_bytes=absent * micro_batches
-        + int(share * (sum(page.state_layout.plain_bytes for page in trained) - cached_bytes))
-        + spilled_bytes * num_spills,
-        written_bytes=updated_bytes * (not keeps_weights)
-        + int(share * (sum(page.state_layout.plain_bytes for page in updated) - kept_bytes))
-        + spilled_bytes * num_spills,
+        read_bytes=read_bytes,
+        written_bytes=written_bytes,
         window_bytes=window_bytes,
         graph_bytes=graph_bytes,
         recompute=recompute,
@@ -280,47 +321,14 @@ def make_plan(
         sweep_bytes=absent,
         through_bytes=_THROUGH_BYTES,
         num_through=num_through,
+        order="layer-major" if layer_major else "usual",
+        saves=moved(2) != moved(1),
+        usual_traffic=usual_traffic,
+        window_traffic=window_traffic,
         durability=durability,
         keeps_weights=keeps_weights,
         commit_bytes=updated_bytes * keeps_weights + int(share * kept_bytes),
         in_ram=room >= 0 and not spilled and len(cached) == num_chunks,
-    )
-
-
-def choose_plan(
-    build: Build, durability: str, *, schedule: str, micro_batches: int | None, **facts: Any
-) -> Plan:
-    """Decide when steps are committed, and with it what stays in RAM.
-
-    [Note: no eager updates without a commit at every step] A step that breaks off after eager
-    updates goes back to the last commit. Where that is far away, updates wait until the whole step
-    is known: then nothing but the step that broke off is undone.
-
-    Args:
-        build: The pages.
-        durability: What the user chose: "step", "checkpoint" or "auto".
-        schedule: What updates could be: "eager" or "deferred".
-        micro_batches: How many backward passes make a step, None where that is not known.
-        **facts: The rest of what `make_plan` asks for.
-
-    Raises:
-        BudgetError: The budget is too small.
-    """
-    count = micro_batches or 1
-    if durability != "step" and facts["trains"]:
-        plan = make_plan(
-            build,
-            schedule="deferred",
-            holds_grads=True,
-            micro_batches=count,
-            durability="checkpoint",
-            **facts,
-        )
-        if plan.in_ram or durability == "checkpoint":
-            return plan
-    holds_grads = schedule == "deferred" or micro_batches != 1
-    return make_plan(
-        build, schedule=schedule, holds_grads=holds_grads, micro_batches=count, **facts
     )
 
 

@@ -111,7 +111,7 @@ class Spiller:
             spec = page.layout.params[i]
             stride = spec.stride if spec.dense else torch.empty(spec.shape, device="meta").stride()
             grads.ram[i] = torch.empty_strided(spec.shape, stride, dtype=spec.dtype)
-        for stored, part in self._sums(page, grads, missing):
+        for _, stored, part in self.pairs(page, grads, missing):
             part.copy_(stored)
 
     def fetch(self, page: Page, grads: PageGrads) -> None:
@@ -138,12 +138,12 @@ class Spiller:
     def _add_sum(self, page: Page, grads: PageGrads) -> None:
         present = grads.spill.present
         both = [i for i, grad in enumerate(grads.ram) if grad is not None and i in present]
-        for stored, part in self._sums(page, grads, both):
+        for _, stored, part in self.pairs(page, grads, both):
             part.add_(stored)
 
-    def _sums(
+    def pairs(
         self, page: Page, grads: PageGrads, params: list[int]
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Read the sums on disk; yield each stored part beside the part of the tensor in RAM."""
         if not params:
             return
@@ -154,7 +154,8 @@ class Spiller:
                 for i in params:
                     grad = grads.ram[i]
                     assert grad is not None
-                    yield from _overlap(page, i, grad, start, stop, frame)
+                    for stored, part in _overlap(page, i, grad, start, stop, frame):
+                        yield i, stored, part
                 self.release(frame)
 
     def _ranges(self, page: Page) -> Iterator[tuple[int, int]]:

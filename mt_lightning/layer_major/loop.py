@@ -4,7 +4,8 @@
 A batch that does not end a window starts its `training_step`, which stops before the first unit.
 All steps of the window run when the optimizer is due, in the closure that it calls, and in the
 order of their batches as far as their losses, logs and metrics go. What cannot be had is said in
-docs/layer_major.md: the loss of a batch in its own `on_train_batch_end`.
+docs/layer_major.md: the loss of a batch in its own `on_train_batch_end`. With "auto", whoever looks
+at it there makes the steps run that were started.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.loops.optimization.closure import AbstractClosure
 
@@ -25,11 +25,16 @@ from mt_lightning.engine.window.draws import count_draws
 from mt_lightning.engine.window.grouping import best_group
 from mt_lightning.engine.window.micro import Micro
 from mt_lightning.engine.window.window import Window
-from mt_lightning.errors import ConfigError
-from mt_lightning.layer_major.outputs import NotYet
+from mt_lightning.layer_major.first_window import FirstWindow
+from mt_lightning.layer_major.outputs import NotYet, OnDemand
+from mt_lightning.layer_major.verdict import Verdict, model_key
 from mt_lightning.layer_major.view import BatchView
 
 log = logging.getLogger(__name__)
+
+
+_MOST_CHECKS = 3
+"""Windows that are run again at most, while some gradients are all zero and prove nothing."""
 
 
 class LayerMajor:
@@ -37,35 +42,33 @@ class LayerMajor:
 
     Args:
         trainer: The trainer.
-        engine: The attached engine.
-
-    Raises:
-        ConfigError: layer_major=True, and the module does something that cannot be followed.
+        engine: The attached engine, whose plan says what is open to choose.
     """
 
     def __init__(self, trainer: pl.Trainer, engine: Engine) -> None:
         self._trainer = trainer
         self._engine = engine
-        self._insists = engine.options.layer_major is True
         self._window: Window | None = None
         self._begun = False
         """Whether the batches of this window are started, not run."""
         self._seen = False
         """Whether a window has run in the usual order, so that it is known what steps do."""
+        self._check: FirstWindow | None = None
+        self._num_checks = 0
+        self._silent: set[str] = set()
+        self._verdict: Verdict | None = None
         self._told_draws = self._told_room = False
-        if self._insists:
-            _refuse(trainer)
+
+    @property
+    def _order(self) -> str:
+        assert self._engine.plan is not None
+        return self._engine.plan.order
 
     def attach(self) -> None:
         """Follow the loops; called when training starts."""
-        if not self._insists or not self._trainer.lightning_module.automatic_optimization:
+        if self._order == "usual" or not self._trainer.lightning_module.automatic_optimization:
             return
         loop = self._trainer.fit_loop.epoch_loop
-        if isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
-            raise ConfigError(
-                "layer_major=True cannot follow training_step(self, dataloader_iter), which takes "
-                "its batches itself. Take `batch` instead, or set layer_major=False."
-            )
         self._window = self._engine.live.window = Window(self._engine.live, self._engine.root)
         run, on_advance_end = loop.run, loop.on_advance_end
 
@@ -90,6 +93,7 @@ class LayerMajor:
     def detach(self) -> None:
         """Leave the loops alone."""
         self._abandon()
+        self._end_check()
         self._window = None
         loop = self._trainer.fit_loop.epoch_loop
         for name in ("run", "on_advance_end"):
@@ -98,11 +102,26 @@ class LayerMajor:
 
     def state(self) -> dict[str, Any] | None:
         """Return what a run that goes on has to know, None where there is nothing."""
-        return self._window.learned.state() if self._window is not None and self._seen else None
+        known = self._window is not None and self._seen
+        state = self._window.learned.state() if self._window is not None and known else {}
+        if self._verdict is not None and self._verdict.model is not None:
+            state["verdict"] = self._verdict.state()
+        return state or None
 
     def give(self, state: dict[str, Any] | None) -> None:
         """Go on where another run has ended; called before the first batch."""
-        if self._window is not None and state is not None:
+        if self._window is None or state is None:
+            return
+        if self._order == "undecided":
+            kept = state.get("verdict")
+            if kept is None:
+                return
+            verdict = Verdict(**kept)
+            if verdict.model != model_key(self._trainer.lightning_module, self._engine):
+                log.info("layer_major='auto': the model is not what it was; it is checked anew.")
+                return
+            self._decide(verdict)
+        if "order" in state:
             self._window.learned.give(state)
             self._seen = True
 
@@ -115,10 +134,11 @@ class LayerMajor:
         loop = self._trainer.fit_loop.epoch_loop
         optimization, ends = loop.automatic_optimization, not loop._should_accumulate()
         if batch_idx % self._trainer.accumulate_grad_batches == 0:
-            self._begun = self._seen and not ends and self._holds_two()
+            self._begin_window(alone=ends)
         if not self._begun:
             outputs = self._run_usual(optimizer, batch_idx, kwargs)
             self._seen |= ends and self._trainer.accumulate_grad_batches > 1
+            self._conclude(ends=ends)
             return outputs
         assert self._window is not None
         self._window.learning = False
@@ -129,35 +149,97 @@ class LayerMajor:
                 zero_grad()
         self._make_room()
         if not ends:
-            return NotYet()
+            insists = self._engine.options.layer_major is True
+            return NotYet() if insists else OnDemand(partial(self._outputs, micro))
         closure = _WindowClosure(self, micro)
         optimization._optimizer_step(batch_idx, closure)
         self._begun = False
         result = closure.consume_result()
         return {} if result.loss is None else result.asdict()
 
+    def _begin_window(self, *, alone: bool) -> None:
+        """Decide how the batches of a window run; `alone` says that there is only one."""
+        self._end_check()
+        self._begun = (
+            self._order == "layer-major" and self._seen and not alone and self._holds_two()
+        )
+        if self._order == "undecided" and not alone and self._window is not None:
+            self._window.learning = True
+            self._check = FirstWindow(self._trainer, self._engine, self._window, self._step)
+
+    def _outputs(self, micro: Micro) -> dict[str, Any]:
+        """Run what was started, and return the outputs of one of its batches."""
+        if self._window is not None and micro in self._window.micros:
+            self.run_window()
+        result = micro.result
+        return {} if result is None or result.loss is None else result.asdict()
+
     def _run_usual(
         self, optimizer: torch.optim.Optimizer, batch_idx: int, kwargs: OrderedDict[str, Any]
     ) -> dict[str, Any]:
         optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
-        usual = type(optimization)
-        if self._seen or self._trainer.accumulate_grad_batches == 1:
+        usual, check = type(optimization), self._check
+        knows = self._seen or self._trainer.accumulate_grad_batches == 1
+        if check is None and (knows or self._window is None):
             return usual.run(optimization, optimizer, batch_idx, kwargs)
         assert self._window is not None
         learned = self._window.learned
 
         def watched(kwargs: OrderedDict[str, Any]) -> ClosureResult:
+            if check is not None:
+                check.before_step(kwargs)
             learned.begin()
             before = torch.get_rng_state()
             result = usual._training_step(optimization, kwargs)
             learned.end(count_draws(before, torch.get_rng_state()))
+            if check is not None:
+                check.after_step(result)
             return result
 
-        optimization.__dict__["_training_step"] = watched
+        def make_closure(*args: Any) -> AbstractClosure[ClosureResult]:
+            closure = usual._make_closure(optimization, *args)
+            ends = not self._trainer.fit_loop.epoch_loop._should_accumulate()
+            return closure if check is None else _CheckedClosure(closure, check, ends=ends)
+
+        optimization.__dict__.update(_training_step=watched, _make_closure=make_closure)
         try:
             return usual.run(optimization, optimizer, batch_idx, kwargs)
         finally:
             del optimization.__dict__["_training_step"]
+            del optimization.__dict__["_make_closure"]
+
+    def _conclude(self, *, ends: bool) -> None:
+        """Act on what the first window has shown; `ends` says that its step has been taken."""
+        check = self._check
+        if check is None or not ends:
+            return
+        run = self._engine.live.run
+        if run.plan.schedule == "eager":
+            # Later windows are updated behind backward, and have no room for gradients that wait.
+            run.steps.flush()
+        self._num_checks += 1
+        verdict, silent = check.verdict, check.silent
+        if verdict is not None and verdict.layer_major:
+            self._silent = self._silent & silent if self._num_checks > 1 else silent
+            if self._silent and self._num_checks < _MOST_CHECKS:
+                verdict = None
+        if verdict is not None:
+            self._decide(verdict)
+
+    def _decide(self, verdict: Verdict) -> None:
+        self._verdict, name = verdict, "unit by unit" if verdict.layer_major else "in usual order"
+        self._end_check()
+        self._engine.decide_order(verdict.reason, layer_major=verdict.layer_major)
+        log.info("layer_major='auto': batches run %s from now on: %s.", name, verdict.reason)
+        if not verdict.layer_major:
+            optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
+            optimization.__dict__.pop("run", None)
+            self._window = self._engine.live.window = None
+
+    def _end_check(self) -> None:
+        check, self._check = self._check, None
+        if check is not None:
+            check.end()
 
     def _step(self, kwargs: OrderedDict[str, Any]) -> ClosureResult:
         # Not through Lightning's hook: its profiler cannot tell steps that overlap apart.
@@ -197,8 +279,9 @@ class LayerMajor:
         if window.num_other_draws and not self._told_draws:
             self._told_draws = True
             log.warning(
-                "layer_major=True: steps draw different numbers of random numbers, so that dropout "
-                "masks are others than in the usual order (they are as random)."
+                "layer_major=%r: steps draw different numbers of random numbers, so that dropout "
+                "masks are others than in the usual order (they are as random).",
+                self._engine.options.layer_major,
             )
 
     def _make_room(self) -> None:
@@ -220,10 +303,11 @@ class LayerMajor:
             plan = self._engine.plan
             assert plan is not None
             log.warning(
-                "layer_major=True: the inputs of all units need %.1f MiB for each batch; "
+                "layer_major=%r: the inputs of all units need %.1f MiB for each batch; "
                 "max_ram_gb leaves %.1f MiB for them, the disk %.1f MiB, and a pass reads %.1f MiB "
                 "of weights. Batches run in the usual order, which moves fewer bytes. Raise "
                 "max_ram_gb, or set layer_major=False.",
+                self._engine.options.layer_major,
                 input_bytes / 2**20,
                 max(0, plan.window_bytes) / 2**20,
                 self._engine.live.run.inputs.files_room_bytes / 2**20,
@@ -275,10 +359,22 @@ class _WindowClosure(AbstractClosure[ClosureResult]):
         return self._result.loss
 
 
-def _refuse(trainer: pl.Trainer) -> None:
-    module = trainer.lightning_module
-    if type(module).backward is not pl.LightningModule.backward or "backward" in vars(module):
-        raise ConfigError(
-            "layer_major=True cannot call the module's own backward(): it differentiates all "
-            "batches of a step together. Remove the override, or set layer_major=False."
-        )
+class _CheckedClosure(AbstractClosure[ClosureResult]):
+    """Runs a step and its backward; then, where it is the last one to be compared, the check."""
+
+    def __init__(self, closure: Closure, check: FirstWindow, *, ends: bool) -> None:
+        super().__init__()
+        self._closure = closure
+        self._check = check
+        self._ends = ends
+
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        return self._closure.closure(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        loss = self._closure(*args, **kwargs)
+        self._check.after_backward(ends=self._ends)
+        return loss
+
+    def consume_result(self) -> ClosureResult:
+        return self._closure.consume_result()

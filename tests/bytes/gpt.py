@@ -121,7 +121,7 @@ def train(
         offload_dir=directory / "pages",
         max_ram_gb=budget_bytes / 2**30,
         _depth=depth,
-        **{"durability": "step", **strategy},
+        **{"durability": "step", "layer_major": False, **strategy},
     )
     trainer = pl.Trainer(
         strategy=paged,

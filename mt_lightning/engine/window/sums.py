@@ -19,18 +19,29 @@ from __future__ import annotations
 
 import torch
 
+from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.units import Unit
 from mt_lightning.pages.table import Page
 
-_SMALL_BYTES = 1 << 20
+SMALL_BYTES = 1 << 20
+"""A resident page with smaller gradients keeps those of each micro-batch apart."""
 
 
 class WindowSums:
-    """Collects the gradients of one group of micro-batches."""
+    """Collects the gradients of one group of micro-batches.
 
-    def __init__(self, run: Runtime) -> None:
+    Args:
+        run: The parts of the engine.
+        gradients: Where sums are held, None for those that the coming step will use.
+    """
+
+    strict = False
+    """Whether running out of memory ends the group, not only a warning."""
+
+    def __init__(self, run: Runtime, gradients: Gradients | None = None) -> None:
         self._run = run
+        self._gradients = gradients or run.gradients
         self._first: dict[int, int] = {}
         """Number of the oldest node of all executions that read a page."""
         self._open: dict[int, Page] = {}
@@ -49,10 +60,10 @@ class WindowSums:
         """Make room for the gradient of `page`, and bring what is held on disk back."""
         self._open[page.index] = page
         run = self._run
-        if run.gradients.is_open(page):
+        if self._gradients.is_open(page):
             return
         run.worker.retire_page(page.index)
-        held = run.gradients.open(page)
+        held = self._gradients.open(page)
         if held.spill.present:
             # Added up on disk, it would be added to the sum of this group, not to its first part.
             run.worker.submit(lambda: run.spiller.fetch(page, held), page.index, lambda: None)
@@ -61,14 +72,14 @@ class WindowSums:
     def add(self, page: Page, param: int, grad: torch.Tensor) -> None:
         """Add the gradient of one execution."""
         self.expect(page)
-        if page.index in self._resident and page.layout.grad_bytes <= _SMALL_BYTES:
+        if page.index in self._resident and page.layout.grad_bytes <= SMALL_BYTES:
             own = self._own.setdefault((page.index, param), {})
             if self.owner in own:
                 own[self.owner].add_(grad)
             else:
                 own[self.owner] = grad.clone()
             return
-        self._run.gradients.add(page, param, grad)
+        self._gradients.add(page, param, grad)
 
     def passed(self, start: int) -> None:
         """Complete pages that only younger nodes read."""
@@ -80,7 +91,7 @@ class WindowSums:
         """Complete everything; backward has ended."""
         for (index, param), own in self._own.items():
             for number in sorted(own):
-                self._run.gradients.add(self._run.build.table[index], param, own[number])
+                self._gradients.add(self._run.build.table[index], param, own[number])
         self._own.clear()
         for page in list(self._open.values()):
             self._complete(page)
@@ -88,4 +99,8 @@ class WindowSums:
 
     def _complete(self, page: Page) -> None:
         del self._open[page.index]
+        self.on_complete(page)
+
+    def on_complete(self, page: Page) -> None:
+        """Hand on a page that has all its gradients."""
         self._run.steps.on_complete(page)

@@ -58,6 +58,8 @@ class Window:
         self.learning = True
         self.micros: list[Micro] = []
         self.num_other_draws = 0
+        self.comparing = False
+        """Whether gradients of the coming step wait to be compared, and no page may change."""
         self.unit: Unit | None = None
         self._sums: WindowSums | None = None
         self._counters: dict[Micro, Inputs] = {}
@@ -137,7 +139,10 @@ class Window:
         return sum(self.learned.num_bytes(micro.shapes) for micro in self.micros if micro.shapes)
 
     def run(
-        self, num_micros: int | None, on_loss: Callable[[Micro], torch.Tensor | None]
+        self,
+        num_micros: int | None,
+        on_loss: Callable[[Micro], torch.Tensor | None],
+        sums: WindowSums | None = None,
     ) -> list[Micro]:
         """Run the oldest started steps to their end, and backward through all of them.
 
@@ -145,6 +150,7 @@ class Window:
             num_micros: How many, None for all.
             on_loss: Called with each step that has ended; returns the loss to differentiate and
                 keeps nothing of its graph.
+            sums: Takes the gradients, None where the coming step is to use them.
 
         Returns:
             The steps.
@@ -155,7 +161,7 @@ class Window:
         gc.disable()
         try:
             with self._mended(), torch.enable_grad():
-                self._sums = WindowSums(self._run)
+                self._sums = sums or WindowSums(self._run)
                 transient = self._largest_param_bytes()
                 what = "the gradient of a parameter beside the sum of those before it,"
                 room = self._run.pool.reserve(transient, "gradients", what)

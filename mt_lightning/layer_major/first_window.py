@@ -39,6 +39,10 @@ from mt_lightning.pager.budget import Reservation
 log = logging.getLogger(__name__)
 
 Step = Callable[[OrderedDict[str, Any]], ClosureResult]
+OTHER_DRAWS = (
+    "steps with inputs of equal shapes draw different numbers of random numbers, so that dropout "
+    "masks would be others than in the usual order"
+)
 _ABSENT = object()
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 
@@ -57,6 +61,7 @@ class _Seen:
         self.changes: list[tuple[dict[str, Any], str, Any]] = []
         self.loss: torch.Tensor | None = None
         self.again: torch.Tensor | None = None
+        self.visited: set[int] = set()
 
 
 class FirstWindow:
@@ -214,6 +219,7 @@ class FirstWindow:
             loss, micro.result.closure_loss = micro.result.closure_loss, None
             if loss is not None:
                 micros[micro].again = loss.detach().clone()
+            micros[micro].visited = set(micro.visited)
             return loss
 
         self._window.run(None, on_loss, comparison)
@@ -261,6 +267,13 @@ class FirstWindow:
                 return f"the loss of batch {number} differs by {gap:.3g}"
         return ""
 
+    def _resting(self) -> str:
+        """Return the name of a unit that some step has not run; else nothing."""
+        for unit in self._engine.live.run.build.units:
+            if any(seen.visited and unit.index not in seen.visited for seen in self._steps):
+                return unit.name
+        return ""
+
     def _judge(self, findings: Findings, wrong: str, num_other_draws: int) -> None:
         if wrong:
             self._settle(False, f"unit by unit, {wrong}")
@@ -272,10 +285,15 @@ class FirstWindow:
             cases = "; ".join(f"{case}: {each}" for case, each in findings.rounding.items())
             words = f"{same} are the same but for rounding, in {cases}"
         if num_other_draws:
-            words += (
-                "; dropout masks will be others than in the usual order, since not all steps draw "
-                "as many random numbers"
+            self._settle(False, OTHER_DRAWS)
+            return
+        if self._window.learned.random and (rests := self._resting()):
+            self._settle(
+                False,
+                f"steps draw random numbers, and {rests} does not run in all of them: dropout "
+                "masks might become others than in the usual order",
             )
+            return
         self._settle(True, words)
 
     def _settle(self, layer_major: bool, reason: str, *, stays: bool = True) -> None:

@@ -25,7 +25,7 @@ from mt_lightning.engine.window.draws import count_draws
 from mt_lightning.engine.window.grouping import best_group
 from mt_lightning.engine.window.micro import Micro
 from mt_lightning.engine.window.window import Window
-from mt_lightning.layer_major.first_window import FirstWindow
+from mt_lightning.layer_major.first_window import OTHER_DRAWS, FirstWindow
 from mt_lightning.layer_major.outputs import NotYet, OnDemand
 from mt_lightning.layer_major.verdict import Verdict, model_key
 from mt_lightning.layer_major.view import BatchView
@@ -58,6 +58,10 @@ class LayerMajor:
         self._silent: set[str] = set()
         self._verdict: Verdict | None = None
         self._told_draws = self._told_room = False
+
+    @property
+    def _insists(self) -> bool:
+        return self._engine.options.layer_major is True
 
     @property
     def _order(self) -> str:
@@ -148,9 +152,13 @@ class LayerMajor:
             with torch.enable_grad():
                 zero_grad()
         self._make_room()
+        if not ends and self._insists:
+            return NotYet()
         if not ends:
-            insists = self._engine.options.layer_major is True
-            return NotYet() if insists else OnDemand(partial(self._outputs, micro))
+            if micro.shapes is not None and self._window.learned.draws(micro.shapes) is None:
+                # Where the next step finds the generator is known when this one has ended.
+                self.run_window()
+            return OnDemand(partial(self._outputs, micro))
         closure = _WindowClosure(self, micro)
         optimization._optimizer_step(batch_idx, closure)
         self._begun = False
@@ -160,6 +168,9 @@ class LayerMajor:
     def _begin_window(self, *, alone: bool) -> None:
         """Decide how the batches of a window run; `alone` says that there is only one."""
         self._end_check()
+        if self._told_draws and not self._insists and self._verdict is not None:
+            self._decide(Verdict(layer_major=False, reason=OTHER_DRAWS, model=self._verdict.model))
+            self._told_draws = False
         self._begun = (
             self._order == "layer-major" and self._seen and not alone and self._holds_two()
         )
@@ -280,8 +291,9 @@ class LayerMajor:
             self._told_draws = True
             log.warning(
                 "layer_major=%r: steps draw different numbers of random numbers, so that dropout "
-                "masks are others than in the usual order (they are as random).",
+                "masks are others than in the usual order (they are as random).%s",
                 self._engine.options.layer_major,
+                "" if self._insists else " From the next window on, batches run in that order.",
             )
 
     def _make_room(self) -> None:

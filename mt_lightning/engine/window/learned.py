@@ -79,6 +79,11 @@ class Learned:
         return known[1] if known is not None else int(self._ratio * _numel(shapes))
 
     @property
+    def random(self) -> bool:
+        """Whether any step has drawn random numbers, or may have."""
+        return any(draws != 0 for draws, _ in self._steps.values())
+
+    @property
     def most_bytes(self) -> int:
         """The most bytes that the units of one step have received."""
         return max((num_bytes for _, num_bytes in self._steps.values()), default=0)

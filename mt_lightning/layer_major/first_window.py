@@ -20,7 +20,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 
 from mt_lightning.engine.engine import Engine
@@ -31,6 +30,7 @@ from mt_lightning.engine.window.process_state import ProcessState
 from mt_lightning.engine.window.rewind import Snapshot
 from mt_lightning.engine.window.window import Window
 from mt_lightning.errors import BudgetError, StorageError
+from mt_lightning.layer_major.batch import copy_batch
 from mt_lightning.layer_major.muted import muted
 from mt_lightning.layer_major.verdict import Verdict, model_key
 from mt_lightning.layer_major.view import BatchView
@@ -52,10 +52,7 @@ class _Seen:
 
     def __init__(self, trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> None:
         # The step may change its batch, and takes it before it is run again.
-        self.kwargs = OrderedDict(
-            (name, apply_to_collection(value, torch.Tensor, torch.clone))
-            for name, value in kwargs.items()
-        )
+        self.kwargs = copy_batch(kwargs)
         self.process = ProcessState()
         self.view = BatchView(trainer)
         self.changes: list[tuple[dict[str, Any], str, Any]] = []

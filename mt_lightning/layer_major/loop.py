@@ -238,10 +238,17 @@ class LayerMajor:
             self._decide(verdict)
 
     def _decide(self, verdict: Verdict) -> None:
-        self._verdict, name = verdict, "unit by unit" if verdict.layer_major else "in usual order"
+        self._verdict, name = (
+            verdict,
+            "unit by unit" if verdict.layer_major else "in the usual order",
+        )
         self._end_check()
         self._engine.decide_order(verdict.reason, layer_major=verdict.layer_major)
-        log.info("layer_major='auto': batches run %s from now on: %s.", name, verdict.reason)
+        log.info(
+            "layer_major='auto': batches run %s from now on: %s",
+            "unit by unit" if verdict.layer_major else "in the usual order",
+            verdict.reason,
+        )
         if not verdict.layer_major:
             optimization = self._trainer.fit_loop.epoch_loop.automatic_optimization
             optimization.__dict__.pop("run", None)

@@ -238,10 +238,7 @@ class LayerMajor:
             self._decide(verdict)
 
     def _decide(self, verdict: Verdict) -> None:
-        self._verdict, name = (
-            verdict,
-            "unit by unit" if verdict.layer_major else "in the usual order",
-        )
+        self._verdict = verdict
         self._end_check()
         self._engine.decide_order(verdict.reason, layer_major=verdict.layer_major)
         log.info(

@@ -35,12 +35,14 @@ def fit_auto(
     *,
     room_mib: float = 0.25,
     paging: dict[str, Any] | None = None,
+    prepare: Callable[[], None] = lambda: None,
     **settings: Any,
 ) -> tuple[dict[str, Any], MegaTrainStrategy]:
     """Train; return the outcome and the strategy, whose engine tells what was decided."""
     take = batches if callable(batches) else lambda: batches
     max_ram_gb = tight_gb(directory, make, take(), room_mib, paging=paging, **settings)
     strategy = MegaTrainStrategy(**{"max_ram_gb": max_ram_gb, **(paging or {})})
+    prepare()
     found = fit(directory, make, take(), strategy, **settings)
     assert strategy.engine is not None
     assert strategy.engine.stats.ram_peak_bytes <= max_ram_gb * 2**30

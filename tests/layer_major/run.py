@@ -84,6 +84,7 @@ def fit(
     subject: type[Subject] = Subject,
     callbacks: tuple[pl.Callback, ...] = (),
     val_batches: list[Batch] | None = None,
+    loggers: Any = False,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train; return weights, optimizer state, losses, events and metrics."""
@@ -95,7 +96,7 @@ def fit(
     trainer = pl.Trainer(
         accelerator="cpu",
         strategy=strategy or "auto",
-        logger=False,
+        logger=loggers,
         callbacks=[events, *callbacks],
         enable_checkpointing=False,
         enable_progress_bar=False,

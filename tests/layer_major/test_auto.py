@@ -109,6 +109,27 @@ def test_what_differs_keeps_the_usual_order(
     assert f"batches run in the usual order from now on: {reason}" in caplog.text
 
 
+class FactorOfTheBatch(Subject):
+    """A hook sets for each batch what its step reads behind the network."""
+
+    factor = 1.0
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        self.factor = 1.0 + batch_idx / 8
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        assert loss is not None
+        return loss * self.factor
+
+
+def test_what_hooks_set_for_each_batch_keeps_the_usual_order(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"subject": FactorOfTheBatch, "accumulate_grad_batches": 4}
+    order, reason = order_of(check_auto(tmp_path, nets.Tiny, VARIED, **settings))
+    assert order == "usual"
+    assert "the loss of batch 0 differs by" in reason
+
+
 class Skipping(Subject):
     def training_step(self, batch: Batch, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)

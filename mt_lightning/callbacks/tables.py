@@ -79,6 +79,9 @@ def cost_table(cost: RunCost) -> Table:
         table.add_row(name, format_bytes(measured), f"expected {format_bytes(expected)}")
     spilled = _add_input_rows(table, cost.records)
     per_step = cost.written_bytes_per_step + spilled
+    if plan.order_reason:
+        name = "unit by unit" if plan.order == "layer-major" else "usual"
+        table.add_row("order of batches", name, Text(plan.order_reason))
     per_day = per_step * _DAY_S / _seconds_per_step(cost.records)
     table.add_row("written per day", f"{per_day / 1e12:.2f} TB", "at this speed; drives wear by it")
     table.add_section()

@@ -22,6 +22,10 @@ def choose_order(trainer: pl.Trainer, options: Options) -> Order:
     """
     if options.layer_major is False or not trainer.lightning_module.automatic_optimization:
         return False
+    if options.layer_major == "auto" and options.recompute is False:
+        # What the units of all batches of a step save would have to fit, each time.
+        log.debug("layer_major='auto': batches run in the usual order, since recompute=False.")
+        return False
     reason = _reason(trainer.lightning_module)
     if reason is None:
         return options.layer_major

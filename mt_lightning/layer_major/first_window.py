@@ -55,6 +55,7 @@ class _Seen:
         self.kwargs = copy_batch(kwargs)
         self.process = ProcessState()
         self.view = BatchView(trainer)
+        self.view.replace_batch(next(iter(self.kwargs.values())))
         self.changes: list[tuple[dict[str, Any], str, Any]] = []
         self.loss: torch.Tensor | None = None
         self.again: torch.Tensor | None = None
@@ -88,10 +89,9 @@ class FirstWindow:
         self._held: list[Reservation] = []
         self._module_dicts = [vars(each) for each in trainer.lightning_module.modules()]
         self._left: list[dict[str, Any]] | None = None
-        self._start = Snapshot(self._roots(), self._resident())
-        if self._start.blocker:
-            self._settle(False, f"what a step changes cannot be taken back: {self._start.blocker}")
-        else:
+        self._start: Snapshot | None = None
+        self._start = self._snapshot()
+        if self._start is not None:
             self._reserve(self._start.num_bytes)
         window.comparing = not self.ended
 
@@ -99,7 +99,12 @@ class FirstWindow:
         """A step is about to run in the usual order."""
         if self.ended:
             return
-        seen = _Seen(self._trainer, kwargs)
+        try:
+            seen = _Seen(self._trainer, kwargs)
+        except Exception as error:
+            # A batch may be anything; that it cannot be copied is no reason to fail.
+            self._settle(False, f"a batch cannot be copied: {_words(error)}")
+            return
         counter = Inputs()
         counter.add((), dict(seen.kwargs))
         self._reserve(counter.num_bytes)
@@ -152,23 +157,24 @@ class FirstWindow:
         self._steps.clear()
         self._left = None
         self._module_dicts = []
-        self.__dict__.pop("_start", None)
+        self._start = None
         while self._held:
             self._held.pop().free()
 
     # -- again ------------------------------------------------------------------------------------
 
     def _run_again(self, needed_bytes: int) -> None:
-        reason = self._start.changed()
+        start = self._start
+        assert start is not None
+        reason = start.changed()
         if reason:
             self._settle(False, f"a step changes {reason}, which is too large to be kept twice")
             return
         engine, window = self._engine, self._window
         run = engine.live.run
         orders, num_other_draws = copy.deepcopy(run.orders), window.num_other_draws
-        now = Snapshot(self._roots(), self._resident(), also=self._start)
-        if now.blocker:
-            self._settle(False, f"what a step changes cannot be taken back: {now.blocker}")
+        now = self._snapshot()
+        if now is None:
             return
         process = ProcessState()
         spilled = self._make_room(needed_bytes)
@@ -176,7 +182,7 @@ class FirstWindow:
         wrong, difference = "", ""
         with muted(self._trainer):
             try:
-                self._start.restore()
+                start.restore()
                 self._replay(comparison)
                 comparison.close()
                 changed = process.changed_settings()
@@ -185,7 +191,7 @@ class FirstWindow:
             except StorageError:
                 raise
             except Exception as error:
-                wrong = f"it fails: {type(error).__name__}: {error}"
+                wrong = f"it fails: {_words(error)}"
                 if isinstance(error, BudgetError):
                     self._settle(False, f"its batches do not fit: {error}", stays=False)
             finally:
@@ -300,6 +306,18 @@ class FirstWindow:
         if not layer_major:
             self.end()
 
+    def _snapshot(self) -> Snapshot | None:
+        """Keep the state of everything; None where it could not be taken back."""
+        try:
+            taken = Snapshot(self._roots(), self._resident(), also=self._start)
+            blocker = taken.blocker
+        except Exception as error:
+            # Objects may be anything; that one cannot be looked at is no reason to fail.
+            taken, blocker = None, _words(error)
+        if blocker:
+            self._settle(False, f"what a step changes cannot be taken back: {blocker}")
+        return None if blocker else taken
+
     def _roots(self) -> dict[str, Any]:
         trainer = self._trainer
         roots: dict[str, Any] = {"": trainer.lightning_module}
@@ -321,3 +339,7 @@ class FirstWindow:
             self._held.append(pool.reserve(num_bytes, "first window", what))
         except BudgetError as error:
             self._settle(False, str(error), stays=False)
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -228,10 +228,10 @@ class LayerMajor:
         if run.plan.schedule == "eager":
             # Later windows are updated behind backward, and have no room for gradients that wait.
             run.steps.flush()
-        self._num_checks += 1
         verdict, silent = check.verdict, check.silent
         if verdict is not None and verdict.layer_major:
-            self._silent = self._silent & silent if self._num_checks > 1 else silent
+            self._silent = self._silent & silent if self._num_checks else silent
+            self._num_checks += 1
             if self._silent and self._num_checks < _MOST_CHECKS:
                 verdict = None
         if verdict is not None:

@@ -45,8 +45,12 @@ def model_key(module: pl.LightningModule, engine: Engine) -> str | None:
     """
     digest = xxhash.xxh3_128()
     strategy = module.trainer.strategy
+    try:
+        shown = repr(module)
+    except Exception:  # by code of a user
+        return None
     for part in (
-        repr(module),
+        shown,
         engine.live.run.build.table.fingerprint,
         str(strategy.precision_plugin.precision),
         str(engine.options.units),

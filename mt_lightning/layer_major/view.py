@@ -21,6 +21,10 @@ class BatchView:
         self._own["fx"] = "training_step"
         self._main: dict[str, Any] | None = None
 
+    def replace_batch(self, batch: Any) -> None:
+        """Show another batch than the one at work, such as a copy of it."""
+        self._own["results"] = (batch, *self._own["results"][1:])
+
     def enter(self) -> None:
         """Show the trainer as it was at this batch."""
         self._main = self._take()

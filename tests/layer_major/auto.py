@@ -14,18 +14,27 @@ from mt_lightning.errors import BudgetError
 
 from .run import Batch, assert_same, fit
 
+_SMALLEST: dict[Any, float] = {}
+_MATTERS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm", "precision")
+
 
 def tight_gb(
-    directory: Path, make: Callable[[], nn.Module], batches: list[Batch], room_mib: float = 0.25,
+    directory: Path,
+    make: Callable[[], nn.Module],
+    batches: list[Batch],
+    room_mib: float = 0.25,
+    paging: dict[str, Any] | None = None,
     **settings: Any,
-) -> float:  # fmt: skip
+) -> float:
     """Return the smallest budget of layer-major order, and room for the inputs of units."""
-    paging = settings.pop("paging", None) or {}
-    strategy = MegaTrainStrategy(**{**paging, "layer_major": True, "max_ram_gb": 1e-5})
-    with pytest.raises(BudgetError) as refusal:
-        fit(directory, make, batches, strategy, **settings)
-    assert refusal.value.smallest_gb is not None
-    return refusal.value.smallest_gb + room_mib / 1024
+    settings = {name: settings[name] for name in _MATTERS if name in settings}
+    if (key := (make, repr(paging), repr(settings))) not in _SMALLEST:
+        strategy = MegaTrainStrategy(**{**(paging or {}), "layer_major": True, "max_ram_gb": 1e-5})
+        with pytest.raises(BudgetError) as refusal:
+            fit(directory, make, batches, strategy, **settings)
+        assert refusal.value.smallest_gb is not None
+        _SMALLEST[key] = refusal.value.smallest_gb
+    return _SMALLEST[key] + room_mib / 1024
 
 
 def fit_auto(

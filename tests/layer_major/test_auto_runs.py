@@ -165,7 +165,13 @@ def test_the_plan_tells_what_will_run(tmp_path: Path) -> None:
 # With clipping, gradients of the whole model are kept in RAM before inputs of units are.
 @pytest.mark.parametrize(
     ("clip", "room_mib", "num_checked"),
-    [(None, 0.0, 0), (None, 0.13, 2), (None, 0.3, 4), (0.1, 0.3, 0), (0.1, 0.9, 4)],
+    [
+        (None, 0.0, 0),
+        (None, 0.13, 2),
+        (0.1, 0.3, 0),
+        (0.1, 0.9, 4),
+        pytest.param(None, 0.3, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_as_many_batches_are_compared_as_fit(
     clip: float | None, room_mib: float, num_checked: int, tmp_path: Path, checked: list[int]

@@ -89,7 +89,8 @@ class Snapshot:
                 _fill(container, contents)
         for value, slots in self._slots:
             for name, item in slots.items():
-                object.__setattr__(value, name, item)
+                if getattr(value, name, _ABSENT) is not item:
+                    object.__setattr__(value, name, item)
         # What was made under inference_mode can be written to there only.
         with torch.inference_mode():
             for tensor, copy, _ in self._tensors.values():

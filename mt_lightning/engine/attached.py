@@ -5,19 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch._C._autograd import (
-    _top_saved_tensors_default_hooks,  # pyright: ignore[reportAttributeAccessIssue]
-)
 from torch.profiler import record_function
 
 from mt_lightning.engine.exchange import give_state, take_state
 from mt_lightning.engine.first_step import report_first_step
 from mt_lightning.engine.grad_check import check_grad, check_unowned
-from mt_lightning.engine.inputs.item import Kept
 from mt_lightning.engine.loss_check import check_loss
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.parking import Parking
@@ -65,8 +62,9 @@ class Attached:
         self.num_lost = 0
         """Finished steps that a step which broke off took along."""
         self.window: Window | ForwardWindow | None = None
-        self.graphs = run.graphs
+        self.graphs, self.inputs = run.graphs, run.inputs
         self.graphs.beside = self._num_input_bytes
+        self.inputs.drop_graph = partial(self.graphs.drop_oldest, empty=True)
         run.pool.relieve = self._relieve
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -79,14 +77,6 @@ class Attached:
     def plane(self, index: int) -> torch.Tensor | None:
         """Return the bytes that a page is bound to; called by graphs."""
         return self.run.binder.plane(self.run.build.table[index])
-
-    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept:
-        """Count what an execution receives; called by executors."""
-        return self.run.inputs.keep(args, kwargs, hooked=_is_hooked())
-
-    def bring(self, kept: Kept) -> None:
-        """Have in RAM what an execution received; called by executors."""
-        self.run.inputs.bring(kept)
 
     def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
         """Bring a unit's pages up to date and bind them; called by executors and graphs."""
@@ -110,7 +100,7 @@ class Attached:
                 self._complete(self._whole)
                 if self.window is not None:
                     self.window.passed(start)
-                run.inputs.sweep()
+                self.inputs.sweep()
                 run.steps.submit_ready()
             if not again:
                 order.observe(unit.index)
@@ -149,7 +139,10 @@ class Attached:
             run.pool.release(entry)
 
     def _num_input_bytes(self) -> int:
-        return self.window.num_input_bytes() if self.window is not None and self._sums else 0
+        expected = self.inputs.expected_bytes
+        if self.window is not None and self._sums:
+            expected = max(expected, self.window.num_input_bytes())
+        return expected
 
     @property
     def _sums(self) -> WindowSums | None:
@@ -201,13 +194,8 @@ class Attached:
     def _relieve(self) -> bool:
         """Give memory back when the pool has none; False when nothing can be given."""
         if not self._lingering:
-            worker, steps, inputs = self.run.worker, self.run.steps, self.run.inputs
-            return (
-                worker.retire_oldest()
-                or self.graphs.drop_oldest()
-                or steps.relieve()
-                or inputs.relieve()
-            )
+            given = self.run.worker.retire_oldest() or self.graphs.drop_oldest()
+            return given or self.run.steps.relieve() or self.inputs.relieve()
         # A gradient that came before its unit's replay: the unit before it is as good as done.
         with torch.inference_mode(False), torch.no_grad():
             self._end_lingering()
@@ -294,7 +282,7 @@ class Attached:
         run.binder.used.update(run.build.resident)
         run.orders[True].end_of_step()
         run.usage.clear()
-        run.inputs.end_of_step()
+        self.inputs.end_of_step()
         return applied
 
     def zero_grad(self, optimizer: int) -> None:
@@ -394,8 +382,3 @@ class Attached:
         if state:
             take_state(self.run, self._machine, optimizer, state)
             self.run.steps.commit_now()
-
-
-def _is_hooked() -> bool:
-    """Return whether a saved-tensor hook decides what becomes of the inputs of a checkpoint."""
-    return _top_saved_tensors_default_hooks(True) is not None

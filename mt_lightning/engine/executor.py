@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from mt_lightning.engine.graphs.graph import Graph
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.item import Kept
+from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.errors import StepError
@@ -48,6 +49,11 @@ class Host(Protocol):
         """Keeps graphs between forward and backward."""
         ...
 
+    @property
+    def inputs(self) -> InputTier:
+        """Counts what units receive, and moves it to disk and back."""
+        ...
+
     def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
         """Bind the unit's pages; in backward, `start` numbers the execution's first node.
 
@@ -56,13 +62,6 @@ class Host(Protocol):
 
     def plane(self, index: int) -> torch.Tensor | None:
         """Return the bytes that a page is bound to, None where it is not bound."""
-
-    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept:
-        """Count what an execution receives, for as long as the returned object lives."""
-        ...
-
-    def bring(self, kept: Kept) -> None:
-        """Have all of it in RAM, before the execution is run again."""
 
     def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None:
         """Take note of the autograd nodes that an execution made, by sequence number.
@@ -119,7 +118,7 @@ class Executor:
                 torch.set_autocast_cache_enabled(cache)
                 self._host.leave(self._unit, backward=False)
         execution = _Execution(self._host, self._unit, self._modules, function, args, kwargs)
-        execution.kept = self._host.keep(args, kwargs)
+        execution.kept = self._host.inputs.keep(args, kwargs)
         graph = self._host.graphs.begin(self._host, self._unit, args, kwargs)
         if graph is not None:
             execution.graph = weakref.ref(graph)
@@ -207,7 +206,7 @@ class _Bound:
         again = self.backward and graph is not None and graph.arrived
         run.host.enter(run.unit, backward=self.backward, start=run.start, again=again)
         if self.backward and run.kept is not None:
-            run.host.bring(run.kept)
+            run.host.inputs.bring(run.kept)
         self._cache.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         self.begin(run)

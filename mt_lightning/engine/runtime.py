@@ -14,6 +14,7 @@ from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.files import InputFiles
 from mt_lightning.engine.inputs.mover import Mover
+from mt_lightning.engine.inputs.through import Through
 from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.plan import Plan
@@ -133,7 +134,13 @@ def start(
     )
     mover = Mover(machine.io, machine.arena, files, stats)
     inputs = InputTier(
-        pool, budget, machine.arena, mover, stats, through, plan.inputs_bytes, read_ahead
+        pool,
+        budget,
+        mover,
+        stats,
+        Through(pool, machine.arena, through, plan.inputs_bytes),
+        plan.inputs_bytes,
+        read_ahead,
     )
     write_back = WriteBack(
         build.table, pool, machine.store, machine.io, state, resident, active=lazy

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mt_lightning.engine.executor import Executor
 from mt_lightning.engine.inputs.files import InputFiles
-from mt_lightning.engine.inputs.item import Kept
 from mt_lightning.engine.inputs.mover import Mover
+from mt_lightning.engine.inputs.through import Through
 from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.units import Unit
 from mt_lightning.pager.budget import Budget
@@ -30,6 +30,12 @@ FRAME_BYTES = 1 << 14
 WIDTH = 64
 ROWS = 256
 INPUT_BYTES = ROWS * WIDTH * 4
+
+
+class NoGraphs:
+    """Every unit runs again."""
+
+    def begin(self, *_: Any) -> None: ...
 
 
 class Rig:
@@ -59,13 +65,13 @@ class Rig:
         mover = Mover(self.io, self.arena, self.files, self.stats)
         through = [self.budget.reserve(FRAME_BYTES, "state") for _ in range(2)]
         self.frames = [self.arena.alloc(room.nbytes) for room in through]
-        self.tier = InputTier(
+        self.graphs: Any = NoGraphs()
+        self.inputs = self.tier = InputTier(
             pool,
             self.budget,
-            self.arena,
             mover,
             self.stats,
-            self.frames,
+            Through(pool, self.arena, self.frames, limit_bytes),
             limit_bytes,
             read_ahead,
         )
@@ -90,17 +96,12 @@ class Rig:
                 self.seen.append(weakref.ref(value))
         return args, kwargs
 
-    def keep(self, args: Any, kwargs: Any) -> Kept:
-        hooked = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        return self.tier.keep(args, kwargs, hooked=hooked)
-
-    def bring(self, kept: Kept) -> None:
-        self.tier.bring(kept)
-        self._look()
-
     def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
         if backward:
             self.on_replay(unit.index)
+
+    def plane(self, index: int) -> Tensor | None:
+        raise NotImplementedError
 
     def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None: ...
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from mt_lightning.commands.verify.leftovers import find_leftovers
 from mt_lightning.errors import BudgetError, CorruptPageError, StepError, StorageError
 from mt_lightning.tiers.doubles import Fault, FaultyStore, MemoryStore
 
@@ -47,9 +50,12 @@ def test_bytes_are_what_does_not_fit() -> None:
         forward(layers).backward()
         made.tier.count()
         assert made.stats.inputs_bytes == 10 * INPUT_BYTES
-        assert made.stats.inputs_spilled_bytes == 6 * INPUT_BYTES
-        assert made.stats.inputs_read_bytes == 6 * INPUT_BYTES
-        assert made.store.bytes_written == made.store.bytes_read == 6 * INPUT_BYTES
+        # Four fit; an eighth of that, twice, is what the others are written through.
+        through = 2 * (4 * INPUT_BYTES // 8)
+        num_away = 10 - (4 * INPUT_BYTES - through) // INPUT_BYTES
+        assert made.stats.inputs_spilled_bytes == num_away * INPUT_BYTES
+        assert made.stats.inputs_read_bytes == num_away * INPUT_BYTES
+        assert made.store.bytes_written == made.store.bytes_read == num_away * INPUT_BYTES
 
 
 def test_what_comes_next_is_read_while_a_unit_runs() -> None:
@@ -192,6 +198,19 @@ def test_a_failing_disk_is_named(fault: Fault, error: type[Exception]) -> None:
     assert made.store.names() == []
 
 
+def test_half_a_copy_is_not_taken_for_a_whole_one() -> None:
+    layers = stack()
+    # One part of the second input is not written; whoever goes on does so without it.
+    fault = Fault(op="write", kind="eio", nth=6)
+    with rig(layers, store=FaultyStore(MemoryStore(), [fault])) as made:
+        with pytest.raises(StorageError):
+            forward(layers)
+        made.assert_nothing_is_kept()
+        forward(layers).backward()
+        assert_equal(grads(layers), expected(len(layers)))
+        made.assert_nothing_is_kept()
+
+
 def test_the_ceiling_on_disk_is_kept() -> None:
     layers = stack()
     with rig(layers, max_disk_bytes=2 * INPUT_BYTES) as made:
@@ -208,3 +227,13 @@ def test_files_in_memory_are_not_used() -> None:
         forward(layers).backward()
         assert_equal(grads(layers), expected(len(layers)))
         assert made.stats.inputs_spilled_bytes == 0
+
+
+def test_files_of_a_run_that_was_killed_are_leftovers(tmp_path: Path) -> None:
+    pages = tmp_path / "pages"
+    pages.mkdir()
+    for name in ("i00003.input.0", "i00004.input.0.new"):
+        (pages / name).write_bytes(b"of no commit")
+    leftovers, foreign = find_leftovers([tmp_path], set(), set())
+    assert {each.path.name for each in leftovers} == {"i00003.input.0", "i00004.input.0.new"}
+    assert foreign == []

@@ -182,14 +182,20 @@ class Keeper:
         """Return whether the backward of a kept graph may still read `page`."""
         return any(g is not None and g.awaits(page) for g in (ref() for ref in self._graphs))
 
-    def drop_oldest(self) -> bool:
-        """Let go of the graph that backward needs last; False where none may be dropped."""
+    def drop_oldest(self, *, empty: bool = False) -> bool:
+        """Let go of the graph that backward needs last; False where none may be dropped.
+
+        Args:
+            empty: Whether one will do that holds nothing but what its unit received.
+        """
         self.collect()
         if self._recompute is False:
             return False
         for reference in self._graphs:
             graph = reference()
-            if graph is not None and graph.number in self._reservations and graph.alive:
+            if graph is None or not graph.alive:
+                continue
+            if empty or graph.number in self._reservations:
                 graph.drop()
                 self._free(graph.number)
                 self._again.add(graph.unit.index)

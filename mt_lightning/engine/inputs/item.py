@@ -24,7 +24,7 @@ class Copy:
         shape: How it lies in memory.
         base: The same of what it is a view of, None where it is not.
         part_bytes: Length of the parts that were summed one by one.
-        writes: One ticket for each part.
+        parts: For each part the checksum of each block, or the ticket of its write.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Copy:
     shape: Shape
     base: Shape | None
     part_bytes: int
-    writes: list[Ticket] = field(default_factory=list)
+    parts: list[Ticket | list[int]] = field(default_factory=list)
 
     def pieces(self, frame: Frame) -> list[tuple[int, memoryview]]:
         """Return the parts as they lie on a frame."""
@@ -47,7 +47,18 @@ class Copy:
         Raises:
             StorageError: A write failed.
         """
-        return [value for ticket in self.writes for value in ticket.wait().sums]
+        self.wait()
+        return [value for part in self.parts if isinstance(part, list) for value in part]
+
+    def wait(self) -> None:
+        """Wait for the writes, and keep their checksums alone: tickets are large.
+
+        Raises:
+            StorageError: A write failed.
+        """
+        for index, part in enumerate(self.parts):
+            if isinstance(part, Ticket):
+                self.parts[index] = list(part.wait().sums)
 
 
 @dataclass(eq=False)

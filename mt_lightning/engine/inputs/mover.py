@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from torch.profiler import record_function
 
 from mt_lightning.engine.inputs.files import InputFiles
 from mt_lightning.engine.inputs.item import Copy, Item
@@ -33,7 +34,8 @@ class Mover:
         self._arena = arena
         self.files = files
         self._stats = stats
-        self._moving: list[tuple[str, Ticket, int]] = []
+        self._writing: list[tuple[Copy, int, Ticket, int]] = []
+        self._reading: list[tuple[Ticket, int]] = []
         self._orphans: list[tuple[Frame, Reservation | None]] = []
 
     def write(self, item: Item, ring: Ring, part_bytes: int) -> None:
@@ -45,22 +47,29 @@ class Mover:
         """
         tensor = item.ref()
         assert tensor is not None
-        with plainly():
+        with plainly(), record_function("MegaTrain::spill inputs"):
             if item.copy is None or item.copy.version != tensor._version:
                 self.forget_copy(item)
-                shape = Shape(tensor)
-                nbytes = align_up(shape.nbytes)
-                name = self.files.take(nbytes)
-                base = None if tensor._base is None else Shape(tensor._base)
-                item.copy = Copy(name, nbytes, tensor._version, shape, base, part_bytes)
-                source = raw(tensor, shape.span_bytes)
-                for start in range(0, nbytes, part_bytes):
-                    self._write_part(item.copy, source, start, ring)
-                del source
+                try:
+                    self._copy(item, tensor, ring, part_bytes)
+                except BaseException:
+                    # Half a copy must not be taken for a whole one.
+                    self.forget_copy(item)
+                    raise
             empty(tensor)
         item.away = True
         del tensor
         self.free_frame(item)
+
+    def _copy(self, item: Item, tensor: torch.Tensor, ring: Ring, part_bytes: int) -> None:
+        shape = Shape(tensor)
+        base = None if tensor._base is None else Shape(tensor._base)
+        nbytes = align_up(shape.nbytes)
+        name = self.files.take(nbytes)
+        copy = item.copy = Copy(name, nbytes, tensor._version, shape, base, part_bytes)
+        source = raw(tensor, shape.span_bytes)
+        for start in range(0, nbytes, part_bytes):
+            self._write_part(copy, source, start, ring)
 
     def _write_part(self, copy: Copy, source: torch.Tensor, start: int, ring: Ring) -> None:
         length = min(copy.part_bytes, copy.nbytes - start)
@@ -73,8 +82,8 @@ class Mover:
             frame.tensor[at : at + last - first].copy_(source[first:last])
         ticket = self._io.write(copy.name, [(start, frame.memory[:length])])
         ring.release(frame, ticket)
-        copy.writes.append(ticket)
-        self._moving.append(("inputs_spilled_bytes", ticket, length))
+        copy.parts.append(ticket)
+        self._writing.append((copy, len(copy.parts) - 1, ticket, length))
 
     def begin_read(self, item: Item, room: Reservation | None) -> None:
         """Begin to read a tensor back into a frame of its own.
@@ -88,7 +97,7 @@ class Mover:
         sums = copy.sums()
         item.frame, item.room = self._arena.alloc(copy.nbytes), room
         item.read = self._io.read(copy.name, copy.pieces(item.frame), sums=sums)
-        self._moving.append(("inputs_read_bytes", item.read, copy.nbytes))
+        self._reading.append((item.read, copy.nbytes))
 
     def end_read(self, item: Item) -> None:
         """Wait for the bytes and give them to the tensor.
@@ -102,7 +111,8 @@ class Mover:
         assert item.read is not None
         assert item.frame is not None
         assert item.copy is not None
-        item.read.wait()
+        with record_function("MegaTrain::wait for inputs"):
+            item.read.wait()
         item.read = None
         with plainly():
             fill(tensor, item.frame, item.copy.shape, item.copy.base)
@@ -132,10 +142,11 @@ class Mover:
         copy, item.copy = item.copy, None
         if copy is None:
             return
-        for ticket in copy.writes:
+        for part in copy.parts:
             # Nobody wants what it holds. It is not written again while a thread writes to it.
-            with contextlib.suppress(StorageError):
-                ticket.wait()
+            if isinstance(part, Ticket):
+                with contextlib.suppress(StorageError):
+                    part.wait()
         self.files.give(copy.name)
 
     def collect(self) -> None:
@@ -151,14 +162,21 @@ class Mover:
         self._orphans = alive
 
     def count(self) -> None:
-        """Bring the counters of moved bytes up to date."""
-        under_way = []
-        for field, ticket, nbytes in self._moving:
+        """Bring the counters of moved bytes up to date; keep of writes their checksums alone."""
+        writing, self._writing = self._writing, []
+        for copy, index, ticket, nbytes in writing:
+            if not ticket.done():
+                self._writing.append((copy, index, ticket, nbytes))
+                continue
+            self._stats.inputs_spilled_bytes += nbytes
+            if not ticket.failed:
+                copy.parts[index] = list(ticket.sums)
+        reading, self._reading = self._reading, []
+        for ticket, nbytes in reading:
             if ticket.done():
-                setattr(self._stats, field, getattr(self._stats, field) + nbytes)
+                self._stats.inputs_read_bytes += nbytes
             else:
-                under_way.append((field, ticket, nbytes))
-        self._moving = under_way
+                self._reading.append((ticket, nbytes))
 
     def close(self) -> None:
         """Let go of frames that somebody still has views of, and delete all files."""
@@ -168,7 +186,7 @@ class Mover:
             if room is not None:
                 room.free()
         self._orphans.clear()
-        for _, ticket, _ in self._moving:
+        for ticket in (*(each[2] for each in self._writing), *(each[0] for each in self._reading)):
             with contextlib.suppress(StorageError):
                 ticket.wait()
         self.count()

@@ -54,8 +54,11 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def num_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor keeps alive, as far as they can be told.
 
-    A batch may be a view of the whole data set, a mask an expanded scalar.
+    A batch may be a view of the whole data set, a mask an expanded scalar. What lies on a device is
+    not memory of the host.
     """
+    if tensor.device.type != "cpu":
+        return 0
     own = tensor.numel() * tensor.element_size()
     if tensor.layout is not torch.strided:
         return own

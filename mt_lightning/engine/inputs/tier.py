@@ -15,25 +15,26 @@ import logging
 import weakref
 from bisect import bisect_left
 from collections import Counter, deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._C._autograd import (
+    _top_saved_tensors_default_hooks,  # pyright: ignore[reportAttributeAccessIssue]
+)
 from torch.utils._pytree import tree_leaves
 
 from mt_lightning.engine.inputs.item import Hold, Item, Kept
 from mt_lightning.engine.inputs.mover import Mover
 from mt_lightning.engine.inputs.tensors import can_leave, is_alone, is_parameter, num_bytes
-from mt_lightning.engine.spill import Ring
+from mt_lightning.engine.inputs.through import Through
 from mt_lightning.errors import BudgetError, StepError
 from mt_lightning.pager.budget import Budget, Reservation
 from mt_lightning.pager.pool import WeightPool
 from mt_lightning.pager.stats import Stats
-from mt_lightning.pages.sizes import BLOCK_BYTES, align_down
-from mt_lightning.tiers.arena import Arena, Frame
 
 log = logging.getLogger(__name__)
 
-_RING_SHARE = 8
 _TOLD_SHARE = 50
 """What lies above the budget is told where it is more than a part in this many of it."""
 _PURPOSES = ("unit inputs", "input frames")
@@ -45,10 +46,9 @@ class InputTier:
     Args:
         pool: Gives memory.
         budget: Counts it.
-        arena: Gives frames to write through.
         mover: Moves bytes.
         stats: Counters.
-        frames: What is written through where there is no room for more, all of one length.
+        through: What is written through.
         limit_bytes: The share of the budget that inputs may take.
         read_ahead: How many executions are read ahead of the one that runs.
     """
@@ -57,24 +57,19 @@ class InputTier:
         self,
         pool: WeightPool,
         budget: Budget,
-        arena: Arena,
         mover: Mover,
         stats: Stats,
-        frames: list[Frame],
+        through: Through,
         limit_bytes: int,
         read_ahead: int,
     ) -> None:
         self._pool = pool
         self._budget = budget
-        self._arena = arena
         self._mover = mover
         self._stats = stats
-        self._small = frames
-        self._limit_bytes = limit_bytes
+        self._through = through
+        self._share_bytes = limit_bytes
         self._read_ahead = read_ahead
-        self._ring = Ring(list(frames))
-        self._part_bytes = frames[0].nbytes if frames else 0
-        self._large: list[tuple[Frame, Reservation]] = []
         self._items: dict[int, Item] = {}
         self._storages: dict[int, int] = {}
         """The tensor that counts each storage: its key, by the storage's."""
@@ -86,10 +81,19 @@ class InputTier:
         self._alive: dict[int, weakref.ref[Kept]] = {}
         self._order: list[int] = []
         self._num_kept = 0
+        self.drop_graph: Callable[[], bool] = lambda: False
+        """Lets go of the graph of a unit that backward needs last; False where none is kept."""
         self._ended: deque[int] = deque()
         self._dead: deque[int] = deque()
+        self._most_bytes = (0, 0)
+        """In this step and in the last one."""
         self._needed: set[int] = set()
-        self._closed = self._told = False
+        self._reserving = self._closed = self._told = False
+
+    @property
+    def expected_bytes(self) -> int:
+        """How many bytes of inputs the last step held in RAM at once, or this one so far."""
+        return max(self._most_bytes)
 
     @property
     def files_room_bytes(self) -> int:
@@ -98,13 +102,12 @@ class InputTier:
 
     # -- executions -------------------------------------------------------------------------------
 
-    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, hooked: bool) -> Kept:
+    def keep(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kept:
         """Count what an execution receives, for as long as the returned object lives.
 
         Args:
             args: What it receives by position.
             kwargs: And by name.
-            hooked: Whether a saved-tensor hook decides what becomes of `args`.
 
         Raises:
             BudgetError: What must go to disk has no room under `max_disk_gb`.
@@ -113,6 +116,8 @@ class InputTier:
         self.sweep()
         self._clear_above()
         kept, holds = Kept(self._num_kept), []
+        # Then a hook decides what becomes of `args`; the checkpoint does not hold them.
+        hooked = _top_saved_tensors_default_hooks(True) is not None
         self._num_kept += 1
         saved, named, nested = Counter[int](), Counter[int](), Counter[int]()
         tensors: dict[int, torch.Tensor] = {}
@@ -206,20 +211,25 @@ class InputTier:
         while self._order and self._order[-1] not in self._holds:
             self._order.pop()
         self._mover.collect()
+        self._mover.count()
 
     def end_of_step(self) -> None:
         """Delete files that were of no use in the last step."""
         self.sweep()
         self._mover.files.end_of_step()
+        self._most_bytes = (0, self._most_bytes[0])
 
     def count(self) -> None:
         """Bring the counters up to date."""
         self._mover.count()
 
     def relieve(self) -> bool:
-        """Give memory back to somebody else; False when nothing can be given."""
+        """Give memory back to somebody else; False when nothing can be given.
+
+        Where nothing can go to disk, inputs give way in the count: to fail would not free them.
+        """
         self.sweep()
-        return self._make_room()
+        return self._make_room() or (not self._reserving and self._stop_counting())
 
     def close(self) -> None:
         """Let go of everything; what is away is lost."""
@@ -231,10 +241,7 @@ class InputTier:
         self._holds.clear()
         self._order.clear()
         self._mover.close()
-        for frame, room in self._large:
-            self._arena.free(frame)
-            room.free()
-        self._large.clear()
+        self._through.close()
 
     def _found(self, item: Item) -> None:
         """Take note of a tensor that is in RAM again."""
@@ -301,6 +308,10 @@ class InputTier:
     # -- room -------------------------------------------------------------------------------------
 
     @property
+    def _limit_bytes(self) -> int:
+        return self._share_bytes - self._through.share_bytes
+
+    @property
     def _held_bytes(self) -> int:
         return sum(self._budget.by_purpose[purpose] for purpose in _PURPOSES)
 
@@ -308,10 +319,17 @@ class InputTier:
         """Reserve, having moved to disk what backward needs last; None where nothing helps."""
         while True:
             if self._held_bytes + nbytes <= self._limit_bytes:
+                self._reserving = True
                 try:
-                    return self._pool.reserve(nbytes, purpose, "the inputs of a unit")
+                    room = self._pool.reserve(nbytes, purpose, "the inputs of a unit")
                 except BudgetError:
                     pass
+                else:
+                    now, before = self._most_bytes
+                    self._most_bytes = (max(now, self._held_bytes), before)
+                    return room
+                finally:
+                    self._reserving = False
             if nbytes > self._limit_bytes or not self._make_room():
                 return None
 
@@ -319,15 +337,29 @@ class InputTier:
         """Move one tensor to disk; False where none can go."""
         if not self._mover.files.usable:
             return False
-        for item in self._in_ram.values():
-            if item.room is None or item.key in self._needed:
-                continue
-            if self._is_alone(item):
-                self._spill(item)
-                return True
+        while True:
+            for item in self._in_ram.values():
+                if item.room is None or item.key in self._needed:
+                    continue
+                if self._is_alone(item):
+                    self._spill(item)
+                    return True
+            # The graph of a unit that is kept until backward holds what the unit received.
+            if not self.drop_graph():
+                break
         for item in self._items.values():
             if item.away and item.frame is not None and item.key not in self._needed:
                 self._mover.give_up_read(item)
+                return True
+        return False
+
+    def _stop_counting(self) -> bool:
+        """Give up the reservation of a tensor that stays where it is; False where there is none."""
+        for item in self._items.values():
+            if item.room is not None and item.frame is None:
+                item.room.free()
+                item.room = None
+                self._above[item.key] = item
                 return True
         return False
 
@@ -338,13 +370,12 @@ class InputTier:
         return is_alone(tensor, 1, item.saved, item.named, item.frame is not None)
 
     def _spill(self, item: Item) -> None:
-        if not self._large:
-            self._enlarge()
+        self._through.prepare()
         del self._in_ram[item.key]
         self._forget_storage(item)
         self._above.pop(item.key, None)
         try:
-            self._mover.write(item, self._ring, self._part_bytes)
+            self._mover.write(item, self._through.ring, self._through.part_bytes)
         finally:
             if not item.away:
                 self._in_ram[item.key] = item
@@ -364,15 +395,3 @@ class InputTier:
             "checkpoint around the unit), or because offload_dir is in memory.",
             stuck / 2**20,
         )
-
-    def _enlarge(self) -> None:
-        """Write through larger frames than those that are always there, once they fit."""
-        nbytes = min(BLOCK_BYTES, align_down(self._limit_bytes // _RING_SHARE))
-        total = nbytes * len(self._small)
-        if nbytes <= self._small[0].nbytes or not self._pool.can_reserve(total):
-            return
-        self._limit_bytes -= total
-        for _ in self._small:
-            room = self._pool.reserve(nbytes, "state", "what inputs of units go through")
-            self._large.append((self._arena.alloc(nbytes), room))
-        self._ring, self._part_bytes = Ring([frame for frame, _ in self._large]), nbytes

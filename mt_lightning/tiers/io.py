@@ -218,6 +218,8 @@ class IOQueue:
         ticket = Ticket(operations, num_operations, sums or [])
         with self._condition:
             assert not self._closed, "the I/O queue is closed"
+            # An error that was raised refers to the frames it passed, and they to tensors.
+            self._failures = [each for each in self._failures if not each.error_was_read]
             if not ticket.done():
                 self._waiting.append(ticket)
                 self._condition.notify_all()

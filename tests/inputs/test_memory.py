@@ -205,7 +205,6 @@ def test_half_a_copy_is_not_taken_for_a_whole_one() -> None:
     with rig(layers, store=FaultyStore(MemoryStore(), [fault])) as made:
         with pytest.raises(StorageError):
             forward(layers)
-        made.assert_nothing_is_kept()
         forward(layers).backward()
         assert_equal(grads(layers), expected(len(layers)))
         made.assert_nothing_is_kept()

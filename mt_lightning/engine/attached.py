@@ -301,6 +301,7 @@ class Attached:
     def drain(self) -> None:
         """Apply, write and commit everything, and wait for it."""
         begin = time.perf_counter()
+        self._parking.forget_dead()
         self.run.steps.drain()
         self.find_edits()
         if self.run.writer.dirty:
@@ -323,8 +324,6 @@ class Attached:
     def show_pages(self, pages: list[Page], *, whole: bool) -> None:
         """Let the parameters of a module show mapped files; `whole` where `state_dict()` begins."""
         self._undo_partial_step()
-        if whole:
-            self._parking.forget_dead()
         if whole or any(self._is_behind(page) for page in pages):
             self.drain()
         for page in pages:

@@ -113,6 +113,14 @@ class StepCommits:
         touched = self._take_touched() | files
         self._committer.commit(self._step, lambda: touched, self._run_state)
 
+    def replace(self, run_state: bytes | None) -> None:
+        """Let another state of the loop go with the weights, which are loaded from elsewhere.
+
+        Args:
+            run_state: None while it is not known; then the next step is committed at once.
+        """
+        self._run_state, self._asked = run_state, run_state is None
+
     def reset(self) -> None:
         """Forget what is not committed."""
         self._due = self._asked = False

@@ -127,7 +127,8 @@ class RunKeeper:
             check_resumable(self._trainer.fit_loop._data_fetcher)
 
     def forget(self) -> None:
-        """Let a checkpoint take the place of the state in the commit."""
+        """Let a checkpoint take the place of the state in the commit; its weights come next."""
+        self._engine.live.run.steps.commits.replace(None)
         if self._state is not None:
             log.warning(
                 "ckpt_path is given: the run goes on from it, and the commits of offload_dir up "
@@ -146,6 +147,9 @@ class RunKeeper:
         if not isinstance(state, str):
             kept = {"kept_buffers": self._buffers.name, DESCRIPTION_KEY: self._description}
             self._state = {**state, **kept}
+            steps = self._engine.live.run.steps
+            steps.commits.replace(self._packer.pack(self._state))
+            steps.commit_now()
             self.begin()
         elif checkpoint.get("global_step"):
             log.warning(

@@ -6,7 +6,6 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,7 +78,6 @@ class Rig:
         self.seen: list[weakref.ref[Tensor]] = []
         self.peak_bytes = 0
         self.on_replay: Callable[[int], None] = lambda index: None
-        self.graphs = SimpleNamespace(begin=lambda *_: None)
         self.executors = []
         for index, module in enumerate(units):
             executor = Executor(self, Unit(index, f"unit {index}", module))

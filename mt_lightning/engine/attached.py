@@ -188,6 +188,7 @@ class Attached:
         for unit, start in self._rebound:
             self.run.usage.executed(unit, start, next_sequence_number())
         self._rebound.clear()
+        self.graphs.num_released += 1
         while self._lingering:
             self._let_go(self._lingering.pop())
 
@@ -221,6 +222,7 @@ class Attached:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self.graphs.collect()
         self._end_lingering()
         self._complete(self.run.gradients.unfinished())
         self.run.steps.submit_ready()

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mt_lightning.engine.graphs.graph import Graph
+from mt_lightning.engine.graphs.graph import Binding, Graph
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.item import Kept
 from mt_lightning.engine.inputs.tier import InputTier
@@ -35,7 +35,7 @@ from mt_lightning.errors import StepError
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 
 
-class Host(Protocol):
+class Host(Binding, Protocol):
     """What an executor asks of the engine."""
 
     def arrive(
@@ -54,23 +54,11 @@ class Host(Protocol):
         """Counts what units receive, and moves it to disk and back."""
         ...
 
-    def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
-        """Bind the unit's pages; in backward, `start` numbers the execution's first node.
-
-        `again` says that this backward has entered the execution before.
-        """
-
-    def plane(self, index: int) -> torch.Tensor | None:
-        """Return the bytes that a page is bound to, None where it is not bound."""
-
     def executed(self, unit: Unit, start: int, stop: int, *, counted: bool) -> None:
         """Take note of the autograd nodes that an execution made, by sequence number.
 
         `counted` says whether it changed buffers.
         """
-
-    def leave(self, unit: Unit, *, backward: bool) -> None:
-        """Release them; after a replay they may stay bound until the next unit enters."""
 
 
 class Executor:

@@ -13,10 +13,12 @@ def take_rng() -> dict[str, Any]:
     """Return the states of torch, numpy and Python, as tensors and plain values."""
     name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     assert isinstance(keys, np.ndarray)
+    version, internal, gauss_next = random.getstate()
     return {
         "torch": torch.get_rng_state(),
         "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
-        "python": random.getstate(),
+        # As a tensor: hundreds of numbers one by one take longer to write than all the rest.
+        "python": (version, torch.tensor(internal), gauss_next),
     }
 
 
@@ -26,4 +28,4 @@ def give_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal), gauss_next))
+    random.setstate((version, tuple(internal.tolist()), gauss_next))

@@ -36,14 +36,17 @@ IS_AVAILABLE = _top_hooks is not None
 """Whether this torch tells which hooks lie below ours; releases before 2.8 may not."""
 
 
-class Host(Protocol):
+class Binding(Protocol):
     """What a graph asks of the engine."""
 
     def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
-        """Bind a unit's pages; `again`: its gradients are expected already."""
+        """Bind the unit's pages; in backward, `start` numbers the execution's first node.
+
+        `again` says that this backward has entered the execution before.
+        """
 
     def leave(self, unit: Unit, *, backward: bool) -> None:
-        """Release them; in backward they stay bound until the next unit enters."""
+        """Release them; after a replay they may stay bound until the next unit enters."""
 
     def plane(self, index: int) -> torch.Tensor | None:
         """Return the bytes that a page is bound to, None where it is not bound."""
@@ -82,7 +85,7 @@ class Graph:
     """
 
     def __init__(
-        self, keeper: Keeper, host: Host, unit: Unit, given: Iterable[Any], number: int
+        self, keeper: Keeper, host: Binding, unit: Unit, given: Iterable[Any], number: int
     ) -> None:
         self._keeper = keeper
         self._host = host
@@ -100,6 +103,7 @@ class Graph:
         self._pages: dict[int, Page] = {}
         self._order: list[weakref.ref[Saved]] = []
         self._task: int | None = None
+        self._num_released = -1
         self._start = 0
         self._hooks: saved_tensors_hooks | None = None
         self._pack_again: Callable[[torch.Tensor], Any] | None = None
@@ -121,6 +125,7 @@ class Graph:
         for index in self.unit.pages:
             plane = self._host.plane(index)
             assert plane is not None
+            num_bytes(plane, self._seen)
             self._pages[plane.untyped_storage()._cdata] = self._keeper.table[index]
         for module in self.unit.module.modules():
             for buffer in module._buffers.values():
@@ -160,15 +165,15 @@ class Graph:
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         assert self._leases is not None
-        saved: Saved
-        page = None
-        if tensor.layout is torch.strided:
+        nbytes, page = num_bytes(tensor, self._seen), None
+        if not nbytes and tensor.layout is torch.strided:
             page = self._pages.get(tensor.untyped_storage()._cdata)
+        saved: Saved
         if page is not None:
             saved = Weight(tensor, page, self._keeper.param_at(page, tensor), self._leases[1])
         else:
             saved = Value(tensor, self._leases[0])
-            self.nbytes += num_bytes(tensor, self._seen)
+            self.nbytes += nbytes
         self._order.append(weakref.ref(saved))
         return saved
 
@@ -176,13 +181,12 @@ class Graph:
 
     @property
     def alive(self) -> bool:
-        """Whether values are held."""
-        return not self.dropped and self._values is not None and self._values() is not None
+        """Whether anything is held."""
+        return not self.dropped and (_lives(self._values) or _lives(self._weights))
 
     def awaits(self, page: Page) -> bool:
         """Return whether backward may still ask for a weight of `page`."""
-        held = self._weights is not None and self._weights() is not None
-        return held and not self.dropped and page.index in self.unit.pages
+        return page.index in self.unit.pages and not self.dropped and _lives(self._weights)
 
     @property
     def arrived(self) -> bool:
@@ -228,12 +232,17 @@ class Graph:
         task = torch._C._current_graph_task_id()
         if task == OUTSIDE:
             return
-        again = task == self._task
-        if again and all(self._host.plane(index) is not None for index in self.unit.pages):
+        host, again = self._host, task == self._task
+        if again and self._keeper.num_released == self._num_released:
             return
         self._task = task
-        self._host.enter(self.unit, backward=True, start=self._start, again=again)
-        self._host.leave(self.unit, backward=True)
+        host.enter(self.unit, backward=True, start=self._start, again=again)
+        host.leave(self.unit, backward=True)
+        self._num_released = self._keeper.num_released
+
+
+def _lives(reference: weakref.ref[Lease] | None) -> bool:
+    return reference is not None and reference() is not None
 
 
 class Places:

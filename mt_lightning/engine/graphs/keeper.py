@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.graphs.choice import Choice
-from mt_lightning.engine.graphs.graph import IS_AVAILABLE, OUTSIDE, Graph, Host, Places
+from mt_lightning.engine.graphs.graph import IS_AVAILABLE, OUTSIDE, Binding, Graph, Places
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import BudgetError, ConfigError
 from mt_lightning.pager.budget import Budget, Reservation
@@ -41,6 +41,7 @@ class Keeper:
     Attributes:
         table: The pages.
         ended: Numbers of graphs whose values are all gone; written to by any thread.
+        num_released: How often pages that backward had bound were let go.
         beside: Bytes of the same room that are needed for something else.
     """
 
@@ -77,12 +78,13 @@ class Keeper:
         self._ran: set[int] = set()
         self._again: set[int] = set()
         self._told = 0
+        self.num_released = 0
         self.beside: Callable[[], int] = lambda: 0
 
     # -- forward ----------------------------------------------------------------------------------
 
     def begin(
-        self, host: Host, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, host: Binding, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Graph | None:
         """Return the graph of a unit that begins to run, None where none is to be kept.
 

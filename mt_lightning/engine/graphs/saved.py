@@ -85,8 +85,8 @@ class Weight(Saved):
     """
 
     __slots__ = (
-        "_device", "_dtype", "_lease", "_offset", "_page_version", "_param", "_shape",
-        "_stride", "_version", "page",
+        "_conj", "_device", "_dtype", "_lease", "_neg", "_offset", "_page_version", "_param",
+        "_shape", "_stride", "_version", "page",
     )  # fmt: skip
 
     def __init__(
@@ -97,6 +97,7 @@ class Weight(Saved):
         self._offset = tensor.storage_offset()
         self._shape, self._stride = tensor.shape, tensor.stride()
         self._dtype, self._device = tensor.dtype, tensor.device
+        self._conj, self._neg = tensor.is_conj(), tensor.is_neg()
         self._param, self._version, self._page_version = param, param._version, page.version
         self._lease: object = lease
 
@@ -119,8 +120,9 @@ class Weight(Saved):
                 now,
             )
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
-        with torch.no_grad():
-            return empty.set_(plane.untyped_storage(), self._offset, self._shape, self._stride)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        view = empty.set_(plane.untyped_storage(), self._offset, self._shape, self._stride)  # pyright: ignore[reportCallIssue, reportArgumentType]
+        view = view.conj() if self._conj else view
+        return torch._neg_view(view) if self._neg else view
 
     def forget(self) -> torch.Tensor:
         """Let go of the page."""

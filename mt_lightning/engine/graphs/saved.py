@@ -122,7 +122,7 @@ class Weight(Saved):
         empty = torch.empty(0, dtype=self._dtype, device=self._device)
         view = empty.set_(plane.untyped_storage(), self._offset, self._shape, self._stride)  # pyright: ignore[reportCallIssue, reportArgumentType]
         view = view.conj() if self._conj else view
-        return torch._neg_view(view) if self._neg else view
+        return torch._neg_view(view) if self._neg else view  # pyright: ignore[reportPrivateImportUsage]
 
     def forget(self) -> torch.Tensor:
         """Let go of the page."""

@@ -74,6 +74,10 @@ class Evaluation:
         following = _Following(self._trainer, self._engine, loop, known, self.told)
         try:
             return run()
+        except Exception:
+            # A loader that fails does so behind the batches that it has given.
+            following.flush()
+            raise
         finally:
             following.end()
 
@@ -134,12 +138,12 @@ class _Following:
         """Start a batch; takes the place of the loop's own step."""
         self._sweeps.begin()
         if iterator is not None or self._option is False or not self._apart():
-            self._flush()
+            self.flush()
             self._body(batch, batch_idx, dataloader_idx, iterator)
             self._order.end_of_step()
             return
         if dataloader_idx != self._dataloader_idx:
-            self._flush()
+            self.flush()
             self._dataloader_idx = dataloader_idx
         window, before = self._window, self._window.steps
         alone = not self._learned.most_bytes
@@ -150,7 +154,7 @@ class _Following:
         if not ends and not step.ended:
             ends = not self._make_room(step)
         if ends or self._loop.batch_progress.is_last_batch:
-            self._flush()
+            self.flush()
 
     def _run_batch(self, view: EvaluationView, batch: tuple[Any, ...], alone: bool) -> None:
         step = current()
@@ -216,10 +220,11 @@ class _Following:
     def _flush_and(self, call: Callable[[], Any]) -> Any:
         # A step that raises it ends the loop, as it would in the loop's own try.
         with contextlib.suppress(StopIteration):
-            self._flush()
+            self.flush()
         return call()
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Run all batches that were started to their end."""
         if self._window.steps:
             self._run_window(None)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MeanMetric, Metric, MetricCollection, SumMetric
 from transformers import PreTrainedModel
 
@@ -20,7 +22,7 @@ from mt_lightning.engine.window.forward import ForwardWindow, Step
 from mt_lightning.huggingface import CausalLMModule
 
 from . import networks as nets
-from .evaluate import Batch, Evaluated, assert_equal, evaluate, loader, paged
+from .evaluate import Batch, Ends, Evaluated, assert_equal, evaluate, loader, paged
 from .test_evaluation import VARIED, check, groups, quiet
 
 __all__ = ["groups", "quiet"]
@@ -426,6 +428,34 @@ def test_a_step_that_raises_stop_iteration_ends_the_loop(tmp_path: Path) -> None
     found = evaluate(tmp_path, "test", nets.Tiny, loader(VARIED), strategy, subject=Stopping)
     assert_equal(expected["result"], found["result"])
     assert_equal(expected["ends"], found["ends"])
+
+
+class Broken(IterableDataset[Batch]):
+    def __iter__(self) -> Iterator[Batch]:
+        yield from VARIED[:5]
+        raise OSError("batch 5 cannot be read")
+
+
+@pytest.mark.parametrize("kind", ["validate", "predict"])
+def test_a_loader_that_fails_does_so_behind_its_batches(
+    kind: str, tmp_path: Path, groups: list[int]
+) -> None:
+    seen = []
+    for strategy in (None, paged(nets.Tiny())):
+        ends = Ends()
+        with pytest.raises(OSError, match="cannot be read"):
+            evaluate(
+                tmp_path,
+                kind,
+                nets.Tiny,
+                DataLoader(Broken(), batch_size=None),
+                strategy,
+                callbacks=(ends,),
+            )
+        seen.append(ends.seen)
+    assert len(seen[0]) == 4
+    assert_equal(*seen)
+    assert groups == [1, 3]
 
 
 # -- a ready module -----------------------------------------------------------------------------

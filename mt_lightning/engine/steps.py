@@ -88,6 +88,11 @@ class Steps:
         self.partial = False
         """Whether a step has begun to change pages and is not finished."""
 
+    @property
+    def spilled(self) -> set[int]:
+        """Pages whose gradients go to disk; shortage of memory adds to them."""
+        return self._spilled
+
     # -- backward ---------------------------------------------------------------------------------
 
     def arm(self, optimizer: int, clip_value: float | None = None) -> None:

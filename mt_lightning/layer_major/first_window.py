@@ -70,6 +70,8 @@ class FirstWindow:
         engine: The attached engine.
         window: Runs micro-batches unit by unit.
         step: Runs one step.
+        group: Returns of how many batches a group is best made, given the bytes that beside them
+            are held in RAM.
 
     Attributes:
         verdict: What was found, None while nothing is.
@@ -77,16 +79,25 @@ class FirstWindow:
         silent: Pages whose gradients were all zero in every window so far.
     """
 
-    def __init__(self, trainer: pl.Trainer, engine: Engine, window: Window, step: Step) -> None:
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        engine: Engine,
+        window: Window,
+        step: Step,
+        group: Callable[[int], int],
+    ) -> None:
         self._trainer = trainer
         self._engine = engine
         self._window = window
         self._step = step
+        self._group = group
         self.verdict: Verdict | None = None
         self.ended = False
         self.silent: set[str] = set()
         self._steps: list[_Seen] = []
         self._held: list[Reservation] = []
+        self._spilled = set(engine.live.run.steps.spilled)
         self._module_dicts = [vars(each) for each in trainer.lightning_module.modules()]
         self._left: list[dict[str, Any]] | None = None
         self._start: Snapshot | None = None
@@ -131,24 +142,25 @@ class FirstWindow:
         """
         if self.ended:
             return
-        count, plan, learned = len(self._steps), self._engine.plan, self._window.learned
-        assert plan is not None
-        kept = sum(reservation.nbytes for reservation in self._held)
-        needed = (count + (not ends)) * learned.most_bytes + kept
-        if needed <= plan.window_bytes and not ends:
+        size = self._group(sum(reservation.nbytes for reservation in self._held))
+        if size < 2:
+            self._settle(False, "groups of batches would move more bytes", stays=False)
             return
-        if count < 2:
-            self._settle(
-                False,
-                f"the inputs of all units for two batches need {needed / 2**20:.1f} MiB, and "
-                f"max_ram_gb leaves {max(0, plan.window_bytes) / 2**20:.1f} MiB for them",
-                stays=False,
-            )
+        if len(self._steps) < size and not ends:
             return
         losses = [seen.loss for seen in self._steps if seen.loss is not None]
         if len(losses) >= 2 and all(bool(loss.isfinite().all()) for loss in losses):
-            self._run_again(count * learned.most_bytes + kept)
+            self._run_again()
         self.end()
+
+    def end_step(self) -> None:
+        """Its optimizer has stepped."""
+        run = self._engine.live.run
+        if run.plan.schedule == "eager":
+            # Later windows are updated behind backward, and have no room for gradients that wait.
+            run.steps.flush()
+        # Gradients that made room for what was kept beside them need not go to disk again.
+        run.steps.spilled.intersection_update(self._spilled)
 
     def end(self) -> None:
         """Watch no longer, and let go of everything."""
@@ -163,7 +175,7 @@ class FirstWindow:
 
     # -- again ------------------------------------------------------------------------------------
 
-    def _run_again(self, needed_bytes: int) -> None:
+    def _run_again(self) -> None:
         start = self._start
         assert start is not None
         reason = start.changed()
@@ -177,7 +189,7 @@ class FirstWindow:
         if now is None:
             return
         process = ProcessState()
-        spilled = self._make_room(needed_bytes)
+        sent = self._make_room()
         comparison = Comparison(run, engine.machine.link, window.learned, len(self._steps))
         wrong, difference = "", ""
         with muted(self._trainer):
@@ -200,7 +212,7 @@ class FirstWindow:
                 process.restore()
                 run.orders.update(orders)
         others, window.num_other_draws = window.num_other_draws - num_other_draws, num_other_draws
-        self._give_room_back(spilled)
+        self._bring_back(sent)
         if self.verdict is None:
             wrong = wrong or self._other_loss() or comparison.findings.wrong
             if not wrong and difference:
@@ -227,30 +239,35 @@ class FirstWindow:
 
         self._window.run(None, on_loss, comparison)
 
-    def _make_room(self, needed_bytes: int) -> list[int]:
-        """Send gradients to disk until the inputs of the batches fit; return their pages."""
-        run, plan = self._engine.live.run, self._engine.plan
+    def _make_room(self) -> list[int]:
+        """Send gradients to disk while inputs of units have no room; return their pages.
+
+        A unit that runs again holds its gradient twice. So those that come first, when most inputs
+        are held, go first.
+        """
+        run, plan, learned = self._engine.live.run, self._engine.plan, self._window.learned
         assert plan is not None
-        resident, spilled = set(run.build.resident), []
+        resident, sent = set(run.build.resident), []
         pages = [page for page in run.gradients.in_ram() if page.index not in resident]
-        room = plan.window_bytes
+        room = plan.window_bytes - sum(reservation.nbytes for reservation in self._held)
+        room -= len(self._steps) * (learned.most_bytes + 2 * learned.widest_bytes)
         if plan.schedule == "eager":
             # Windows that are updated behind backward hold no gradients; this one does.
             room -= sum(page.layout.grad_bytes for page in pages)
-        while room < needed_bytes and pages:
-            page = pages.pop()
+        while room < 0 and pages:
+            page = pages.pop(0)
             part = run.gradients.take_ram(page)
             assert part is not None
             spill = partial(run.spiller.spill, page, part, measure=True)
             run.worker.submit(spill, page.index, part.free)
-            spilled.append(page.index)
+            sent.append(page.index)
             room += page.layout.grad_bytes
-        return spilled
+        return sent
 
-    def _give_room_back(self, spilled: list[int]) -> None:
-        """Bring back what was sent to disk: more gradients may be added to it."""
+    def _bring_back(self, sent: list[int]) -> None:
+        """Have in RAM again what was sent to disk: more gradients may be added to it."""
         run = self._engine.live.run
-        for index in spilled:
+        for index in sent:
             page = run.build.table[index]
             run.worker.retire_page(index)
             fetch = partial(run.spiller.fetch, page, run.gradients.open(page))

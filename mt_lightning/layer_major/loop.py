@@ -176,7 +176,8 @@ class LayerMajor:
         )
         if self._order == "undecided" and not alone and self._window is not None:
             self._window.learning = True
-            self._check = FirstWindow(self._trainer, self._engine, self._window, self._step)
+            group = partial(self._group, None)
+            self._check = FirstWindow(self._trainer, self._engine, self._window, self._step, group)
 
     def _outputs(self, micro: Micro) -> dict[str, Any]:
         """Run what was started, and return the outputs of one of its batches."""
@@ -224,10 +225,7 @@ class LayerMajor:
         check = self._check
         if check is None or not ends:
             return
-        run = self._engine.live.run
-        if run.plan.schedule == "eager":
-            # Later windows are updated behind backward, and have no room for gradients that wait.
-            run.steps.flush()
+        check.end_step()
         verdict, silent = check.verdict, check.silent
         if verdict is not None and verdict.layer_major:
             self._silent = self._silent & silent if self._num_checks else silent
@@ -331,16 +329,21 @@ class LayerMajor:
             )
         return False
 
-    def _group(self, input_bytes: int) -> int:
-        """Return how many batches a group is best made of, each with that many bytes of inputs."""
+    def _group(self, input_bytes: int | None, beside_bytes: int = 0) -> int:
+        """Return how many batches a group is best made of, each with that many bytes of inputs.
+
+        Args:
+            input_bytes: None for the most that a batch has had.
+            beside_bytes: What else takes room in RAM.
+        """
         plan = self._engine.plan
         assert plan is not None
         assert self._window is not None
         return best_group(
             self._trainer.accumulate_grad_batches,
-            input_bytes=input_bytes,
+            input_bytes=self._window.learned.most_bytes if input_bytes is None else input_bytes,
             widest_bytes=self._window.learned.widest_bytes,
-            ram_bytes=plan.window_bytes,
+            ram_bytes=plan.window_bytes - beside_bytes,
             disk_bytes=self._engine.live.run.inputs.files_room_bytes,
             sweep_bytes=plan.sweep_bytes,
         )

@@ -14,6 +14,7 @@ import torch
 
 from mt_lightning import MegaTrainStrategy
 from mt_lightning.callbacks.tables import plan_table
+from mt_lightning.engine.inputs.files import InputFiles
 from mt_lightning.engine.window.comparison import Comparison
 from mt_lightning.errors import StorageError
 from mt_lightning.layer_major.first_window import FirstWindow
@@ -164,30 +165,35 @@ def test_the_plan_tells_what_will_run(tmp_path: Path) -> None:
 
 # With clipping, gradients of the whole model are kept in RAM before inputs of units are.
 @pytest.mark.parametrize(
-    ("clip", "room_mib", "num_checked"),
+    ("clip", "room_mib", "disk", "sizes"),
     [
-        (None, 0.0, 0),
-        (None, 0.13, 2),
-        (0.1, 0.3, 0),
-        (0.1, 0.9, 4),
-        pytest.param(None, 0.3, 4, marks=pytest.mark.slow),
+        (None, 0.0, False, []),
+        (None, 0.15, False, [2]),
+        (None, 0.15, True, [4]),
+        (0.1, 0.3, False, []),
+        (0.1, 1.0, False, [4]),
     ],
 )
-def test_as_many_batches_are_compared_as_fit(
-    clip: float | None, room_mib: float, num_checked: int, tmp_path: Path, checked: list[int]
+def test_a_group_is_compared(
+    clip: float | None,
+    room_mib: float,
+    disk: bool,
+    sizes: list[int],
+    tmp_path: Path,
+    checked: list[int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    make = Deep
+    if not disk:
+        monkeypatch.setattr(InputFiles, "room_bytes", lambda self: 0)
     settings = {**SETTINGS, "gradient_clip_val": clip, "room_mib": room_mib}
-    strategy = check_auto(tmp_path, make, nets.tokens(16, [12]), **settings)
+    strategy = check_auto(tmp_path, Deep, nets.tokens(16, [12]), **settings)
     order, reason = order_of(strategy)
-    if num_checked:
+    assert checked == sizes
+    if sizes:
         assert order == "layer-major", reason
-        assert f"gradients of {checked[0]} batches" in reason
-        assert (checked[0] == 4) == (num_checked == 4)
+        assert f"gradients of {sizes[0]} batches" in reason
     else:
-        assert not checked
-        assert order == "usual"
-        assert "max_ram_gb leaves 0.0 MiB for them" in reason
+        assert (order, reason) == ("usual", "groups of batches would move more bytes")
 
 
 class Deep(nets.Tiny):

@@ -59,8 +59,6 @@ class Comparison(WindowSums):
         findings: What was found so far.
     """
 
-    strict = True
-
     def __init__(self, run: Runtime, link: Link, learned: Learned, num_micros: int) -> None:
         mine = Gradients(run.build.table, run.pool, link, set(run.build.resident))
         super().__init__(run, mine)

@@ -36,9 +36,6 @@ class WindowSums:
         gradients: Where sums are held, None for those that the coming step will use.
     """
 
-    strict = False
-    """Whether running out of memory ends the group, not only a warning."""
-
     def __init__(self, run: Runtime, gradients: Gradients | None = None) -> None:
         self._run = run
         self._gradients = gradients or run.gradients

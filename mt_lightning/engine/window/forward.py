@@ -90,6 +90,7 @@ class ForwardWindow:
     Attributes:
         unit: The unit that is bound for all steps.
         sums: None: there are no gradients to add up.
+        comparing: False: nothing is run twice.
         steps: The steps that were started and have not been run to their end, in order.
         num_other_draws: Steps that began at another random number than in the usual order.
         num_late: Steps that ended before a step of an earlier batch, and waited for it.
@@ -98,6 +99,7 @@ class ForwardWindow:
     """
 
     sums = None
+    comparing = False
 
     def __init__(
         self, host: Attached, state: StepState, learned: Shown, opaque: tuple[str, ...] = ()

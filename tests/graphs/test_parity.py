@@ -65,7 +65,8 @@ def test_kept_graphs_do_not_need_their_frames(make: Any, mode: str, tmp_path: Pa
     if mode == "accumulated":
         # A sum stays in memory while the next gradient of its page comes.
         budget_gb += 4 * sum(p.numel() for p in make().layers[0].parameters()) / GIB
-    budget_gb += 1.05 * graph_bytes(make, tmp_path, **settings) / GIB
+    # Beside what is kept, what units receive: it cannot go to disk while a graph holds it.
+    budget_gb += 1.5 * graph_bytes(make, tmp_path, **settings) / GIB
     strategy = mt.MegaTrainStrategy(max_ram_gb=budget_gb, recompute=False, durability="step")
     module = make()
     fit(module, tmp_path, strategy, **settings)

@@ -29,24 +29,32 @@ class Paging:
 
     row: Row
     max_ram_gb: float
+    layer_major: bool | str = "auto"
     strategies: list[Any] = field(default_factory=list)
     schedules: set[str] = field(default_factory=set)
 
     def make_strategy(self) -> Any:
-        strategy = paged_strategy(self.row, self.max_ram_gb)
+        strategy = paged_strategy(self.row, self.max_ram_gb, self.layer_major)
         self.strategies.append(strategy)
         return strategy
+
+    @property
+    def rounds(self) -> bool:
+        """Whether batches have run in an order that adds some gradients in another one."""
+        plans = [strategy.engine.plan for strategy in self.strategies]
+        return any("the same but for rounding" in plan.order_reason for plan in plans)
 
     def total(self, name: str) -> int:
         """Sum one counter over all strategies."""
         return sum(getattr(strategy.engine.stats, name) for strategy in self.strategies)
 
 
-def paged_strategy(row: Row, max_ram_gb: float) -> Any:
+def paged_strategy(row: Row, max_ram_gb: float, layer_major: bool | str = "auto") -> Any:
     """Make the strategy of a row."""
     from mt_lightning import MegaTrainStrategy
 
     settings: dict[str, Any] = {"max_ram_gb": max_ram_gb, "durability": row.durability}
+    settings["layer_major"] = layer_major
     settings["recompute"] = {"auto": "auto", "never": False, "always": True}[row.recompute]
     if row.state == "lossless":
         settings["optimizer_compression"] = "lossless"
@@ -76,7 +84,9 @@ def _cached_plain_outcome(recipe: Recipe) -> Outcome:
     return outcome
 
 
-def paged_outcome(row: Row, directory: Path) -> tuple[Outcome, Paging]:
+def paged_outcome(
+    row: Row, directory: Path, layer_major: bool | str = "auto"
+) -> tuple[Outcome, Paging]:
     """Run a row with its bytes on pages."""
     max_ram_gb = FITS_GB
     if row.budget != "fits":
@@ -85,7 +95,7 @@ def paged_outcome(row: Row, directory: Path) -> tuple[Outcome, Paging]:
             # What nobody can know before the first step: autograd holds the first of two partial
             # gradients of the layer until it has the second.
             max_ram_gb += layer_bytes(row.recipe) / GIB
-    paging = Paging(row=row, max_ram_gb=max_ram_gb)
+    paging = Paging(row=row, max_ram_gb=max_ram_gb, layer_major=layer_major)
     first, second = flows.RESUMES.get(row.recipe.flow, (True, True))
     session = run(
         row.recipe,

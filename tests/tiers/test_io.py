@@ -146,3 +146,36 @@ def test_a_done_ticket_holds_no_buffer(filled: Fill, faults: list[Fault]) -> Non
         arena.trim()
         assert ticket.done()
     queue.close()
+
+
+class Gate(MemoryStore):
+    """Notes what is read, and reads nothing before it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.opened = threading.Event()
+        self.begun = threading.Event()
+        self.order: list[str] = []
+
+    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+        self.order.append(name)
+        self.begun.set()
+        assert self.opened.wait(60)
+        super().read(name, offset, buffer)
+
+
+def test_what_is_waited_for_goes_before_what_was_asked_for_sooner(filled: Fill) -> None:
+    store, frame = Gate(), filled(4096)
+    for name in "abcd":
+        store.create(name, 4096)
+    queue = IOQueue(store, num_threads=1)
+    tickets = {name: queue.read(name, [(0, frame.memory)]) for name in "abcd"}
+    assert store.begun.wait(60)
+    for name in "acc":  # one that is under way, one that waits, one that is first already
+        queue.hurry(tickets[name])
+    store.opened.set()
+    for ticket in tickets.values():
+        ticket.wait()
+    queue.hurry(tickets["b"])
+    queue.close()
+    assert store.order == ["a", "c", "b", "d"]

@@ -43,8 +43,6 @@ from mt_lightning.tiers.store import Store
 
 log = logging.getLogger(__name__)
 
-_READ_AHEAD_UNITS = 2
-
 
 class MegaTrainStrategy(SingleDeviceStrategy):
     """Trains with weights, gradients and optimizer state on disk, under a memory budget.
@@ -104,7 +102,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         _link: Link | None = None,
         _wrap_store: Callable[[Store], Store] | None = None,
         _slice_bytes: int = BLOCK_BYTES,
-        _depth: int = _READ_AHEAD_UNITS,
+        _depth: int | None = None,
         _clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         super().__init__(

@@ -25,6 +25,7 @@ from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.engine.window.forward import ForwardWindow
 from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.engine.window.window import Window
+from mt_lightning.pager.predictor import BACKWARD, FORWARD, INFERENCE
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.io import hash_blocks
@@ -43,17 +44,13 @@ class Attached:
         machine: The tiers.
         stats: Counters to keep.
         parking: Shows pages as mapped files.
-        read_ahead: How many units are read ahead of the one that runs.
     """
 
-    def __init__(
-        self, run: Runtime, machine: Machine, stats: Stats, parking: Parking, read_ahead: int
-    ) -> None:
+    def __init__(self, run: Runtime, machine: Machine, stats: Stats, parking: Parking) -> None:
         self.run = run
         self._machine = machine
         self._stats = stats
         self._parking = parking
-        self._read_ahead = read_ahead
         self._editing: Counter[int] = Counter()
         self._in_backward = False
         self._lingering: list[Unit] = []
@@ -86,7 +83,7 @@ class Attached:
             self.window.enter_again(unit, backward=backward)
             return
         run, table = self.run, self.run.build.table
-        order = run.orders[backward or torch.is_grad_enabled()]
+        forward = FORWARD if torch.is_grad_enabled() else INFERENCE
         phase = "rebind" if backward else "bind"
         # Frames made under inference_mode could never be written to again.
         with (
@@ -103,7 +100,7 @@ class Attached:
                 self.inputs.sweep()
                 run.steps.submit_ready()
             if not again:
-                order.observe(unit.index)
+                run.ahead.observe(unit.index, BACKWARD if backward else forward)
             pages = [table[index] for index in unit.pages]
             with self._stats.timing("stall_update_s", self._machine.clock):
                 for page in pages:
@@ -112,6 +109,8 @@ class Attached:
             if backward and not again:
                 for page in pages:
                     (self._sums or run.gradients).expect(page)
+            if any(entry.read is not None and not entry.read.done() for entry in entries):
+                run.ahead.stalled()
             with self._stats.timing("stall_read_s", self._machine.clock):
                 for entry in entries:
                     entry.wait()
@@ -120,16 +119,19 @@ class Attached:
                 run.binder.bind(page, self._machine.link.wait(upload))
             if backward:
                 self._rebound.append((unit, next_sequence_number()))
-            units = [run.build.units[ahead] for ahead in order.predict(self._read_ahead)]
-            self._prepare([table[index] for unit in units for index in unit.pages])
+            self._prepare()
 
-    def _prepare(self, upcoming: list[Page]) -> None:
-        """Begin to read and to update pages, nearest first.
+    def _prepare(self) -> None:
+        """Begin to read and to update the pages expected next, nearest first.
 
         What comes sooner never makes room for what comes later: it would be read twice.
         """
         run, kept = self.run, []
-        for page in upcoming:
+        for index in run.ahead.upcoming():
+            page = run.build.table[index]
+            absent = run.pool.entry(page) is None
+            if absent and not run.ahead.lets(index, run.pool.unused_bytes):
+                break
             run.steps.ahead_of_use(page)
             entry = run.pool.prefetch(page)
             if entry is None:
@@ -282,7 +284,7 @@ class Attached:
         applied = run.steps.step(optimizer)
         run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
         run.binder.used.update(run.build.resident)
-        run.orders[True].end_of_step()
+        run.ahead.predictor.end_of_step()
         run.usage.clear()
         self.inputs.end_of_step()
         return applied

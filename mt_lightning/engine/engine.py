@@ -57,8 +57,6 @@ from mt_lightning.pages.table import Page
 
 log = logging.getLogger(__name__)
 
-_READ_AHEAD_UNITS = 2
-
 
 class Engine:
     """Runs `root` on pages.
@@ -68,7 +66,7 @@ class Engine:
         machine: The tiers, opened.
         options: What the user set.
         slice_bytes: Length of an update slice in the weight plane.
-        read_ahead: How many units are read ahead of the one that runs.
+        read_ahead: How many units are read ahead of the one that runs; None: as many as it takes.
     """
 
     def __init__(
@@ -78,7 +76,7 @@ class Engine:
         options: Options,
         *,
         slice_bytes: int = BLOCK_BYTES,
-        read_ahead: int = _READ_AHEAD_UNITS,
+        read_ahead: int | None = None,
     ) -> None:
         assert slice_bytes % ALIGN_BYTES == 0
         self.root = root
@@ -276,7 +274,7 @@ class Engine:
             max_disk_bytes=max_disk_bytes(self.options.max_disk_gb),
         )
         parking = Parking(build, self.machine.store)
-        live = Attached(run, self.machine, self._stats, parking, self._read_ahead)
+        live = Attached(run, self.machine, self._stats, parking)
         self._facades = [OptimizerFacade(live, i, o) for i, o in enumerate(optimizers)]
         imported: list[Page] = []
         taken: list[dict[int, dict[str, Any]]] = []

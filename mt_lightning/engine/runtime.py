@@ -28,11 +28,14 @@ from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.write_back import WriteBack
 from mt_lightning.engine.writer import PageWriter
 from mt_lightning.pager.budget import Budget, Reservation
-from mt_lightning.pager.order import LearnedOrder
 from mt_lightning.pager.pool import PoolEntry, WeightPool
+from mt_lightning.pager.read_ahead import ReadAhead
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.tiers.arena import Frame
+
+INPUTS_AHEAD = 2
+"""Executions whose inputs are read ahead where no number is given."""
 
 
 @dataclass
@@ -50,7 +53,7 @@ class Runtime:
     writer: PageWriter
     check: SelfCheck | None
     updaters: tuple[Updater, Updater]
-    orders: dict[bool, LearnedOrder]
+    ahead: ReadAhead
     ring: Ring
     streams: Ring
     usage: Usage
@@ -81,13 +84,21 @@ def start(
     *,
     slice_bytes: int,
     nonfinite: str,
-    read_ahead: int,
+    read_ahead: int | None,
     max_disk_bytes: int | None,
 ) -> Runtime:
     """Reserve what is needed for the whole run and put the parts together."""
     budget = Budget(plan.ram_limit_bytes)
     worker = UpdateWorker(machine.watch)
     pool = WeightPool(machine.arena, budget, machine.store, machine.io, stats, machine.clock)
+    ahead = ReadAhead(
+        [unit.pages for unit in build.units],
+        [page.layout.nbytes for page in build.table],
+        build.resident,
+        plan.ram_limit_bytes,
+        read_ahead,
+    )
+    pool.next_use, pool.on_wasted = ahead.next_use, ahead.wasted
     binder = Binder(root, build, machine.link)
     resident = set(build.resident)
     gradients = Gradients(build.table, pool, machine.link, resident)
@@ -140,7 +151,7 @@ def start(
         stats,
         Through(pool, machine.arena, through, plan.inputs_bytes),
         plan.inputs_bytes,
-        read_ahead,
+        INPUTS_AHEAD if read_ahead is None else read_ahead,
     )
     write_back = WriteBack(
         build.table, pool, machine.store, machine.io, state, resident, active=lazy
@@ -164,7 +175,7 @@ def start(
         writer=PageWriter(pool, binder),
         check=check,
         updaters=(updater, inline),
-        orders={True: LearnedOrder(), False: LearnedOrder()},
+        ahead=ahead,
         ring=ring,
         streams=streams,
         usage=Usage(build),

@@ -300,8 +300,8 @@ class Steps:
         self._worker.retire_page(page.index)
 
     def ahead_of_use(self, page: Page) -> None:
-        """Begin an update that will be needed soon, if its weights can be had."""
-        due = self._due.get(page.index)
+        """Begin an update that will be needed soon, if its weights can be had without a wait."""
+        due = self._due.get(page.index) if self._worker.has_room else None
         entry = self._pool.prefetch(page) if due is not None else None
         if due is None or entry is None:
             return

@@ -52,9 +52,7 @@ class UpdateWorker:
             on_retire: Called when the job has been retired.
             on_queued: Called as the job is queued; a Ctrl-C comes before or after both.
         """
-        while (
-            page is not None and sum(job.page is not None for job in self._pending) >= MAX_PENDING
-        ):
+        while page is not None and not self.has_room:
             self.retire_oldest()
         what = "a commit" if page is None else f"the update of page {page}"
         with uninterrupted():
@@ -77,6 +75,11 @@ class UpdateWorker:
                 traceback.clear_frames(error.__traceback__)
             self._error = error
             raise
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a job that holds a page can be submitted without a wait."""
+        return sum(job.page is not None for job in self._pending) < MAX_PENDING
 
     def is_pending(self, page: int) -> bool:
         """Return whether a job holds the page."""

@@ -101,7 +101,6 @@ class _Following:
         self._state = StepState(root, units, metrics_of(root))
         self._window = ForwardWindow(live, self._state, self._learned, _OPAQUE)
         self._room = Room(engine)
-        self._order = live.run.orders[False]
         self._window_before, live.window = live.window, self._window
         predicts = loop is trainer.predict_loop
         self._step_name = "predict_step" if predicts else f"{_stage(loop)}_step"
@@ -140,7 +139,6 @@ class _Following:
         if iterator is not None or self._option is False or not self._apart():
             self.flush()
             self._body(batch, batch_idx, dataloader_idx, iterator)
-            self._order.end_of_step()
             return
         if dataloader_idx != self._dataloader_idx:
             self.flush()
@@ -230,7 +228,6 @@ class _Following:
 
     def _run_window(self, num_steps: int | None) -> None:
         self._window.run(num_steps)
-        self._order.end_of_step()
         self._learned.carried |= self._state.carried
         self._tell_order()
 

@@ -184,7 +184,8 @@ class FirstWindow:
             return
         engine, window = self._engine, self._window
         run = engine.live.run
-        orders, num_other_draws = copy.deepcopy(run.orders), window.num_other_draws
+        predictor = copy.deepcopy(run.ahead.predictor)
+        num_other_draws = window.num_other_draws
         now = self._snapshot()
         if now is None:
             return
@@ -210,7 +211,7 @@ class FirstWindow:
                 comparison.drop()
                 now.restore()
                 process.restore()
-                run.orders.update(orders)
+                run.ahead.predictor = predictor
         others, window.num_other_draws = window.num_other_draws - num_other_draws, num_other_draws
         self._bring_back(sent)
         if self.verdict is None:

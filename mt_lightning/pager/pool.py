@@ -1,10 +1,13 @@
-"""Weight frames in RAM: pinned while needed, least recently used dropped first.
+"""Weight frames in RAM: pinned while needed; what is needed last is dropped first.
 
 [Note: decisions do not depend on timing]
 Every decision (what to read, what to drop, when to wait) is taken by the thread that trains, from
 byte counts and the order of visits alone. A read or an update that is still under way counts as
 present; whoever needs its result waits. So the bytes moved by a run are the same on a fast and on a
 slow drive, and an independent simulator can predict them.
+
+[Note: what is needed now comes first] A read that is waited for goes to the head of the queue, so
+what is read ahead, or in vain, delays it by no more than the blocks that are under way.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from collections.abc import Callable
 
 from mt_lightning.errors import BudgetError
 from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.replacement import NextUse, choose, choose_ahead, nothing_known
 from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.arena import Arena, Frame
@@ -34,6 +38,7 @@ class PoolEntry:
         frame: Its memory.
         pins: How many users forbid eviction.
         dirty: Whether the frame holds bytes that no slot has.
+        ahead: Whether it was read ahead and has not been used since.
     """
 
     def __init__(self, page: Page, frame: Frame, reservation: Reservation) -> None:
@@ -42,7 +47,23 @@ class PoolEntry:
         self.reservation = reservation
         self.pins = 0
         self.dirty = False
+        self.ahead = False
         self.read: Ticket | None = None
+
+    @property
+    def index(self) -> int:
+        """Number of the page."""
+        return self.page.index
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are free once the frame is given up."""
+        return self.reservation.nbytes
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody needs the frame now."""
+        return not self.pins and not self.frame.in_use()
 
     def wait(self) -> None:
         """Block until the weights have been read and checked."""
@@ -71,6 +92,12 @@ class WeightPool:
         self._clock = clock
         self.relieve: Callable[[], bool] = lambda: False
         """Gives some memory back when all of it is in use; False when nothing can be given."""
+        self.next_use: NextUse = nothing_known
+        """When pages are expected to be needed."""
+        self.on_wasted: Callable[[], None] = lambda: None
+        """Called when a page that was read ahead is given up unused."""
+        self.unused_bytes = 0
+        """Bytes of the pages that were read ahead and have not been used."""
         self._entries: OrderedDict[int, PoolEntry] = OrderedDict()
         self._orphans: list[tuple[Frame, Reservation]] = []
         self.written: set[str] = set()
@@ -90,6 +117,11 @@ class WeightPool:
             entry = self._load(page)
         elif entry.read is not None and not entry.read.done():
             self._stats.faults += 1
+        if entry.read is not None:
+            self._io.hurry(entry.read)
+        if entry.ahead:
+            self._stats.prefetches_used += 1
+            self._forget_ahead(entry)
         self._entries.move_to_end(page.index)
         entry.pins += 1
         return entry
@@ -100,13 +132,19 @@ class WeightPool:
         entry.pins -= 1
 
     def prefetch(self, page: Page) -> PoolEntry | None:
-        """Pin `page` if that takes nothing in use from anyone, else return None."""
+        """Pin `page` if that takes nothing from anyone who needs it sooner, else return None."""
         entry = self._entries.get(page.index)
         if entry is None:
-            if not self.can_reserve(page.layout.nbytes):
+            lacking_bytes = page.layout.nbytes - self._budget.available_bytes
+            victims = choose_ahead(self._entries.values(), self.next_use, page.index, lacking_bytes)
+            if victims is None:
                 return None
+            for victim in victims:
+                self._evict(victim)
             self._stats.prefetches += 1
             entry = self._load(page)
+            entry.ahead = True
+            self.unused_bytes += entry.nbytes
         self._entries.move_to_end(page.index)
         entry.pins += 1
         return entry
@@ -149,7 +187,7 @@ class WeightPool:
         """
         if self._budget.available_bytes >= nbytes:
             return True
-        idle_bytes = sum(e.reservation.nbytes for e in self._entries.values() if _idle(e))
+        idle_bytes = sum(entry.nbytes for entry in self._entries.values() if entry.idle)
         if self._budget.available_bytes + idle_bytes < nbytes:
             return False
         while self._budget.available_bytes < nbytes:
@@ -199,6 +237,7 @@ class WeightPool:
         """Forget the frame of `page`, whatever it holds."""
         entry = self._entries.get(page.index)
         if entry is not None:
+            self._forget_ahead(entry)
             entry.dirty = False
             self._evict(entry)
 
@@ -209,6 +248,7 @@ class WeightPool:
                 # Nobody wants these bytes any more, so nobody minds that they could not be read.
                 with contextlib.suppress(Exception):
                     entry.read.wait()
+            self._forget_ahead(entry)
             entry.pins, entry.dirty, entry.read = 0, False, None
             self._evict(entry)
         self._collect_orphans()
@@ -241,10 +281,21 @@ class WeightPool:
         return self._arena.alloc(nbytes), reservation
 
     def _victim(self) -> PoolEntry | None:
-        return next((entry for entry in self._entries.values() if _idle(entry)), None)
+        return choose(self._entries.values(), self.next_use)
+
+    def _forget_ahead(self, entry: PoolEntry) -> None:
+        if entry.ahead:
+            entry.ahead = False
+            self.unused_bytes -= entry.nbytes
 
     def _evict(self, entry: PoolEntry) -> None:
         assert not entry.pins
+        if entry.ahead:
+            self._stats.prefetches_wasted += 1
+            self._forget_ahead(entry)
+            self.on_wasted()
+        if entry.read is not None:
+            self._io.hurry(entry.read)
         entry.wait()
         if entry.dirty:
             self.write_back(entry)
@@ -273,8 +324,3 @@ class WeightPool:
         excess = idle - (self._budget.available_bytes - nbytes)
         if idle > 0 and excess > 0:
             self._arena.trim(excess)
-
-
-def _idle(entry: PoolEntry) -> bool:
-    """Return whether nobody needs the frame now."""
-    return not entry.pins and not entry.frame.in_use()

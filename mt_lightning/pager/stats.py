@@ -23,6 +23,8 @@ class Stats:
         reloads: Weight planes read from disk.
         evictions: Weight planes dropped from RAM.
         prefetches: Reads begun ahead of need.
+        prefetches_used: Those whose page was needed while it was still in RAM.
+        prefetches_wasted: Those whose page was dropped before it was needed.
         spills: Gradient planes written to disk.
         bytes_read: Payload bytes read from page files.
         bytes_written: Payload bytes written to page files.
@@ -49,6 +51,8 @@ class Stats:
     reloads: int = 0
     evictions: int = 0
     prefetches: int = 0
+    prefetches_used: int = 0
+    prefetches_wasted: int = 0
     spills: int = 0
     bytes_read: int = 0
     bytes_written: int = 0

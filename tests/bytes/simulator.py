@@ -5,7 +5,10 @@ covers a chain of units that each hold one page, run forward in order and backwa
 an element-wise optimizer; and one resident page of parameters outside the units.
 
 [Note: what decides]
-Weights stay in frames, the least recently used one that nobody needs goes first. Updates and spills
+Weights stay in frames. Of those that nobody holds, the one needed last goes first: the order is
+known from the second forward on, and backward is the reverse of forward from the first. What is not
+known to be needed goes before, the least recently used first. A page is read ahead into frames that
+are needed later than it, unless a frame that is needed still later is in use. Updates and spills
 are jobs: a job holds its page's frame (an update) and its gradient until it is retired, at most two
 are pending, the oldest is retired first: when a third comes, when its page is needed, or when
 memory runs out and no frame can go. Nothing depends on when a job is really done.
@@ -16,6 +19,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import inf
 
 BLOCK_BYTES = 4 << 20
 MAX_PENDING = 2
@@ -94,9 +98,10 @@ class Simulator:
         self._on_disk: set[int] = set()  # spilled sums
         self._stepped: set[int] = set()  # pages that have optimizer state
         self._due: dict[int, None] = {}
-        self._known: list[int] = []
-        self._seen: list[int] = []
-        self._position = 0
+        self._num_forwards = 0
+        self._at = 0
+        self._returning = False
+        self._visited: set[int] = set()
         self._commit_owed = False
         self._inputs = self._kept_inputs()
         self._passed = 0  # an input that nobody needs, until somebody looks
@@ -158,7 +163,7 @@ class Simulator:
         self._passed = self._inputs[before]
 
     def _enter(self, page: int, *, grads: bool) -> None:
-        self._observe(page)
+        self._observe(page, backward=grads)
         if page in self._due:
             self._update(page)
         self._retire_page(page)
@@ -172,7 +177,7 @@ class Simulator:
                 break
             kept.append(ahead)
             self._pins[ahead] += 1  # what comes sooner is not given up for what comes later
-            if ahead in self._due:
+            if ahead in self._due and self._num_pending < MAX_PENDING:
                 self._update(ahead)
         for ahead in kept:
             self._pins[ahead] -= 1
@@ -194,7 +199,6 @@ class Simulator:
             self._retire_page(page)
             if self.case.deferred:
                 self._due[page] = None
-        self._known, self._seen, self._position = self._seen, [], 0
         self._commit_owed = self.case.deferred
         self._free_passed()
         if not self.case.deferred:
@@ -224,10 +228,14 @@ class Simulator:
         self._submit(page, pinned=False)
 
     def _submit(self, page: int, *, pinned: bool) -> None:
-        while sum(job[0] is not None for job in self._jobs) >= MAX_PENDING:
+        while self._num_pending >= MAX_PENDING:
             self._retire()
         held = self._in_ram.pop(page, False)
         self._jobs.append((page, self.case.units[page].grad_bytes if held else 0, pinned))
+
+    @property
+    def _num_pending(self) -> int:
+        return sum(job[0] is not None for job in self._jobs)
 
     def _commit(self) -> None:
         self._commit_owed = False
@@ -257,13 +265,31 @@ class Simulator:
 
     def _prefetch(self, page: int) -> bool:
         if page not in self._pins:
-            idle = sum(self._weight_bytes(other) for other, pins in self._pins.items() if not pins)
-            if self._free + idle < self._weight_bytes(page):
+            victims = self._victims_for(page)
+            if victims is None:
                 return False
-            self._make_room(self._weight_bytes(page))
+            for victim in victims:
+                self._drop(victim)
             self._load(page)
         self._pins.move_to_end(page)
         return True
+
+    def _victims_for(self, page: int) -> list[int] | None:
+        lacking = self._weight_bytes(page) - self._free
+        own = self._distance(page)
+        idle = [other for other, pins in self._pins.items() if not pins]
+        later = [o for o in idle if self._distance(o) > own or self._distance(o) == inf]
+        held = [self._distance(o) for o in self._pins if o not in idle and o != RESIDENT]
+        last_held = max((distance for distance in held if distance < inf), default=0)
+        victims = []
+        for other in sorted(later, key=self._distance, reverse=True):
+            if lacking <= 0:
+                break
+            if self._distance(other) < last_held:
+                return None
+            victims.append(other)
+            lacking -= self._weight_bytes(other)
+        return victims if lacking <= 0 else None
 
     def _load(self, page: int) -> None:
         self._free -= self._weight_bytes(page)
@@ -277,23 +303,41 @@ class Simulator:
                 self._retire()
 
     def _evict(self) -> bool:
-        victim = next((page for page, pins in self._pins.items() if not pins), None)
-        if victim is None:
+        idle = [page for page, pins in self._pins.items() if not pins]
+        if not idle:
             return False
-        del self._pins[victim]
-        self._free += self._weight_bytes(victim)
+        self._drop(max(idle, key=self._distance))
         return True
+
+    def _drop(self, page: int) -> None:
+        del self._pins[page]
+        self._free += self._weight_bytes(page)
 
     # -- what comes next --------------------------------------------------------------------------
 
-    def _observe(self, page: int) -> None:
-        self._seen.append(page)
-        if page in self._known[self._position :]:
-            self._position = self._known.index(page, self._position) + 1
+    def _observe(self, page: int, *, backward: bool) -> None:
+        self._num_forwards += page == 0 and not backward
+        self._at, self._returning = page, backward
+        self._visited.add(page)
+
+    def _distance(self, page: int) -> float:
+        """How many accesses lie before the next one of `page`."""
+        if page not in self._visited:
+            return inf
+        if self._returning:
+            return self._at - page if page < self._at else self._at + page
+        last = len(self.case.units) - 1
+        return page - self._at if page > self._at else 2 * last - self._at - page + 1
 
     def _predict(self) -> list[int]:
-        turned = self._known[self._position :] + self._known[: self._position]
-        return list(dict.fromkeys(turned))[: self.case.depth]
+        order = range(len(self.case.units))
+        before, after = order[: self._at][::-1], order[self._at + 1 :]
+        knows = self._num_forwards > 1
+        if self._returning:
+            expected = [*before, *order] if knows else before
+        else:
+            expected = [*after, *order[::-1]] if knows else ()
+        return list(dict.fromkeys(expected))[: self.case.depth]
 
     # -- the plan ---------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from math import inf
 from typing import Any
 
 import hypothesis.strategies as st
@@ -64,13 +65,15 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool = WeightPool(
             self.arena, self.budget, self.store, self.io, self.stats, time.perf_counter
         )
+        self.next_use: dict[int, float] = {}
+        self.pool.next_use = lambda page: self.next_use.get(page, inf)
         self.pages = [make_page(i, n) for i, n in enumerate(PLANES)]
         self.model = {page.index: bytes(page.layout.nbytes) for page in self.pages}
         self.held: Counter[int] = Counter()
         self.committed = dict(self.model)
         self.bytes_reserved = 0
         self.seen: dict[int, tuple[torch.Tensor, bytes]] = {}
-        self.next_view = 0
+        self.next_view = self.num_forgotten = 0
 
     def teardown(self) -> None:
         if hasattr(self, "io"):
@@ -98,13 +101,22 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(target=pins, index=st.integers(0, NUM_PAGES - 1))
     def prefetch(self, index: int) -> Any:
         page, before = self.pages[index], set(self.present())
+        self.dirty_before = {i: self.pool.entry(self.pages[i]).dirty for i in before}
         entry = self.pool.prefetch(page)
         if entry is None:
             assert set(self.present()) == before, "frames were dropped in vain"
-            self.nothing_is_idle(page.layout.nbytes)
             return multiple()
+        own = self.next_use.get(index, inf)
+        for dropped in before - set(self.present()):
+            assert self.next_use.get(dropped, inf) >= own, "needed sooner than what was read ahead"
+            assert not self.dirty_before[dropped], "reading ahead wrote something back"
         self.held[index] += 1
         return entry
+
+    @rule(index=st.integers(0, NUM_PAGES - 1), distance=st.sampled_from([1, 2, 3, 9, 27, inf]))
+    def predict(self, index: int, distance: float) -> None:
+        """Expect anything of a page, right or wrong."""
+        self.next_use[index] = distance
 
     @rule(entry=pins, seed=st.integers(0, 255))
     def change(self, entry: PoolEntry, seed: int) -> None:
@@ -200,6 +212,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Forget every frame; with `lose`, whatever was not committed too."""
         if not lose:
             self.pool.flush()
+        self.num_forgotten += sum(entry.ahead for entry in self.pool.entries())
         self.pool.clear()
         assert not self.present()
         if lose:
@@ -245,6 +258,16 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.budget.used_bytes == sum(self.budget.by_purpose.values())
         # Real memory, free frames kept for reuse included, stays inside too.
         assert self.arena.held_bytes + self.bytes_reserved <= self.budget.limit_bytes
+
+    @invariant()
+    def what_was_read_ahead_is_used_or_wasted_or_waits(self) -> None:
+        if not hasattr(self, "pool"):
+            return
+        entries = self.pool.entries()
+        assert self.pool.unused_bytes == sum(e.frame.nbytes for e in entries if e.ahead)
+        stats, waiting = self.stats, sum(e.ahead for e in entries)
+        known = stats.prefetches_used + stats.prefetches_wasted + waiting + self.num_forgotten
+        assert stats.prefetches == known
 
     @invariant()
     def pinned_pages_stay(self) -> None:

@@ -98,7 +98,8 @@ def start(
         plan.ram_limit_bytes,
         read_ahead,
     )
-    pool.next_use, pool.on_wasted = ahead.next_use, ahead.wasted
+    pool.next_use, pool.judge = ahead.next_use, ahead.judge
+    pool.eager_bytes = ahead.largest_bytes
     binder = Binder(root, build, machine.link)
     resident = set(build.resident)
     gradients = Gradients(build.table, pool, machine.link, resident)

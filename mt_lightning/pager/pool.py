@@ -94,10 +94,12 @@ class WeightPool:
         """Gives some memory back when all of it is in use; False when nothing can be given."""
         self.next_use: NextUse = nothing_known
         """When pages are expected to be needed."""
-        self.on_wasted: Callable[[], None] = lambda: None
-        """Called when a page that was read ahead is given up unused."""
+        self.judge: Callable[[int, bool], None] = lambda page, used: None
+        """Told of each page that was read ahead whether it was used, or given up before."""
         self.unused_bytes = 0
         """Bytes of the pages that were read ahead and have not been used."""
+        self.eager_bytes = 0
+        """How many of them may take a frame although one in use will be needed later."""
         self._entries: OrderedDict[int, PoolEntry] = OrderedDict()
         self._orphans: list[tuple[Frame, Reservation]] = []
         self.written: set[str] = set()
@@ -122,6 +124,7 @@ class WeightPool:
         if entry.ahead:
             self._stats.prefetches_used += 1
             self._forget_ahead(entry)
+            self.judge(page.index, True)
         self._entries.move_to_end(page.index)
         entry.pins += 1
         return entry
@@ -135,8 +138,13 @@ class WeightPool:
         """Pin `page` if that takes nothing from anyone who needs it sooner, else return None."""
         entry = self._entries.get(page.index)
         if entry is None:
-            lacking_bytes = page.layout.nbytes - self._budget.available_bytes
-            victims = choose_ahead(self._entries.values(), self.next_use, page.index, lacking_bytes)
+            victims = choose_ahead(
+                self._entries.values(),
+                self.next_use,
+                page.index,
+                page.layout.nbytes - self._budget.available_bytes,
+                patient=self.unused_bytes + page.layout.nbytes > self.eager_bytes,
+            )
             if victims is None:
                 return None
             for victim in victims:
@@ -293,7 +301,7 @@ class WeightPool:
         if entry.ahead:
             self._stats.prefetches_wasted += 1
             self._forget_ahead(entry)
-            self.on_wasted()
+            self.judge(entry.index, False)
         if entry.read is not None:
             self._io.hurry(entry.read)
         entry.wait()

@@ -26,9 +26,9 @@ _NUM_KINDS = 3
 _MAX_STACK = 1 << 16
 _MAX_AHEAD = 1 << 12
 """Accesses that are looked ahead at most."""
-_LIKELY = -math.log(0.5)
+LIKELY = -math.log(0.5)
 """What is in more doubt than this (less likely than a half) is not read ahead."""
-_SURE = -math.log(0.9)
+SURE = -math.log(0.9)
 """What is in no more doubt than this counts as known when frames are given up."""
 _LEAST = 1e-9
 _RATE = 0.25
@@ -134,18 +134,29 @@ class Predictor:
 
     def upcoming(self) -> Iterator[int]:
         """Yield the units expected next, nearest first, each once, as long as that is likely."""
+        return (unit for unit, _ in self.expected())
+
+    def expected(self, limit: float = LIKELY) -> Iterator[tuple[int, float]]:
+        """Yield units as `upcoming` does, each with the doubt in it.
+
+        Args:
+            limit: The most doubt, minus the logarithm of how likely it is.
+        """
         seen: set[int] = set()
         position = 0
-        while position < len(self._ahead) or self._look_further():
+        while position < len(self._ahead) or self._look_further(limit):
             unit = self._ahead[position] // _NUM_KINDS
+            doubt = max(self._doubt[position] - self._settled, 0.0)
+            if doubt > limit:
+                return
             position += 1
             if unit not in seen:
                 seen.add(unit)
-                yield unit
+                yield unit, doubt
 
     def next_use(self, unit: int) -> float:
         """Estimate how many accesses lie before the next one of `unit`; infinity if unknown."""
-        while unit not in self._where and self._look_further(_SURE):
+        while unit not in self._where and self._look_further(SURE):
             pass
         while self._sure_end - self._now < len(self._ahead) and self._is_sure():
             self._sure_end += 1
@@ -155,7 +166,7 @@ class Predictor:
         return max(self._estimate(unit), self._sure_end - self._now)
 
     def _is_sure(self) -> bool:
-        return self._doubt[self._sure_end - self._now] - self._settled <= _SURE
+        return self._doubt[self._sure_end - self._now] - self._settled <= SURE
 
     def _estimate(self, unit: int) -> float:
         if unit in self._on_stack:
@@ -172,11 +183,11 @@ class Predictor:
         left = number + interval - self._now
         return left if left >= 0 else left + interval * math.ceil(-left / interval)
 
-    def _look_further(self, limit: float = _LIKELY) -> bool:
+    def _look_further(self, limit: float = LIKELY) -> bool:
         """Add one access to what is expected; False where all that is known is in more doubt."""
         if len(self._ahead) >= _MAX_AHEAD or self._virtual.doubt - self._settled > limit:
             return False
-        token = self._virtual.step(self._settled + _LIKELY)
+        token = self._virtual.step(self._settled + LIKELY)
         if token is None:
             return False
         self._where.setdefault(token // _NUM_KINDS, deque()).append(self._now + len(self._ahead))

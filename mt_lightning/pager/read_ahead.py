@@ -3,18 +3,25 @@
 [Note: how far] A page is read ahead when it is absent and expected, nearest first, while the bytes
 that were read ahead and not used yet stay within a window. Each time the computation has to wait
 for a read, the window grows; each time a page was read in vain, it shrinks. So a drive that keeps
-up is asked for little, and one that does not is kept busy. A given number of units replaces all of
-this: then the expected units are looked at, that many and no more.
+up is asked for little, and one that does not is kept busy. A given number of units replaces the
+window: then the expected units are looked at, that many and no more.
+
+[Note: how sure] What is only likely is read ahead as long as most of it is used. Of rare experts
+most is not, for those that are used often are in RAM: then only what is sure is read ahead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from mt_lightning.pager.predictor import Predictor
+from mt_lightning.pager.predictor import LIKELY, SURE, Predictor
 
 _GROWTH = 1.5
 _SHRINKAGE = 0.8
+_BOLDER, _SHYER = 1.1, 0.8
+"""Of the doubt that is allowed, for each guess that was right or wrong; 7 in 10 right balance."""
+_TRY_AGAIN = 1.002
+"""The same, for each page of which there was no doubt."""
 _MAX_UNITS = 64
 """Units that are looked at; those in RAM take none of the window."""
 
@@ -32,6 +39,7 @@ class ReadAhead:
     Attributes:
         predictor: The order of units.
         window_bytes: Bytes that may be read ahead of their use.
+        largest_bytes: Bytes of the largest unit.
     """
 
     def __init__(
@@ -54,9 +62,13 @@ class ReadAhead:
         """Called with each access: the unit, and its kind."""
         self._num_units = num_units
         sizes = [sum(page_bytes[page] for page in pages) for pages in units]
-        self._least_bytes = 2 * max(sizes, default=0)
+        self.largest_bytes = max(sizes, default=0)
+        self._least_bytes = 2 * self.largest_bytes
         self._most_bytes = max(limit_bytes // 2, self._least_bytes)
         self.window_bytes = self._least_bytes
+        self._limit = LIKELY
+        self._doubt = 0.0
+        self._guessed: dict[int, float] = {}
 
     def observe(self, unit: int, kind: int) -> None:
         """Take note that `unit` is used now; `kind` is one of those of `Predictor.observe`."""
@@ -75,18 +87,20 @@ class ReadAhead:
         most = _MAX_UNITS if self._num_units is None else self._num_units
         if most <= 0:
             return
-        for number, unit in enumerate(self.predictor.upcoming(), start=1):
+        expected = self.predictor.expected(self._limit)
+        for number, (unit, self._doubt) in enumerate(expected, start=1):
             yield from self._units[unit]
             if number == most:
                 return
 
     def lets(self, page: int, unused_bytes: int) -> bool:
-        """Return whether an absent page may be read now.
+        """Return whether an absent page, the latest of `upcoming`, may be read now.
 
         Args:
             page: The page.
             unused_bytes: Bytes that were read ahead and have not been used.
         """
+        self._guessed[page] = self._doubt
         return (
             self._num_units is not None
             or unused_bytes + self._page_bytes[page] <= self.window_bytes
@@ -96,6 +110,12 @@ class ReadAhead:
         """Look farther: the computation has waited for a read."""
         self.window_bytes = min(int(self.window_bytes * _GROWTH), self._most_bytes)
 
-    def wasted(self) -> None:
-        """Look less far: a page was read ahead and given up before its use."""
+    def judge(self, page: int, used: bool) -> None:
+        """Learn whether a page that was read ahead was used, or given up before."""
+        doubtful = self._guessed.pop(page, 0.0) > SURE
+        if used:
+            self._limit = min(self._limit * (_BOLDER if doubtful else _TRY_AGAIN), LIKELY)
+            return
         self.window_bytes = max(int(self.window_bytes * _SHRINKAGE), self._least_bytes)
+        if doubtful:
+            self._limit = max(self._limit * _SHYER, SURE)

@@ -7,6 +7,8 @@ needed later than any other; among those, the least recently used one goes first
 [Note: reading ahead does no harm] A page is read ahead only into the frame that would be given up
 for it anyway: never into one needed before it, and not while the frame that should go is still in
 use. Where the predictions hold, reading ahead then costs no further reads, however far it looks.
+One unit is exempt from the second rule: in a pass that begins anew at its end, as evaluation does,
+the frame that should go is always the one in use, and nothing would be read ahead.
 Source: the rules of Cao, Felten, Karlin and Li 1995.
 """
 
@@ -63,7 +65,9 @@ def choose(records: Iterable[R], next_use: NextUse) -> R | None:
     return best
 
 
-def choose_ahead(records: Iterable[R], next_use: NextUse, page: int, nbytes: int) -> list[R] | None:
+def choose_ahead(
+    records: Iterable[R], next_use: NextUse, page: int, nbytes: int, *, patient: bool = True
+) -> list[R] | None:
     """Return the records to give up for reading `page` ahead of its use.
 
     Args:
@@ -71,6 +75,7 @@ def choose_ahead(records: Iterable[R], next_use: NextUse, page: int, nbytes: int
         next_use: When each is needed.
         page: The page that is to be read.
         nbytes: Bytes that must become free.
+        patient: Whether to wait while the record that should go is in use.
 
     Returns:
         Clean idle records of at least that many bytes that are needed later than `page`; None where
@@ -94,7 +99,7 @@ def choose_ahead(records: Iterable[R], next_use: NextUse, page: int, nbytes: int
     for distance, record in ranked:
         if nbytes <= 0:
             break
-        if distance < latest_in_use:
+        if patient and distance < latest_in_use:
             return None
         chosen.append(record)
         nbytes -= record.nbytes

@@ -99,7 +99,7 @@ def train(
     directory: Path,
     *,
     budget_bytes: int,
-    depth: int,
+    depth: int | None,
     deferred: bool,
     micro_batches: int,
     num_steps: int,

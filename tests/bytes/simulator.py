@@ -8,10 +8,11 @@ an element-wise optimizer; and one resident page of parameters outside the units
 Weights stay in frames. Of those that nobody holds, the one needed last goes first: the order is
 known from the second forward on, and backward is the reverse of forward from the first. What is not
 known to be needed goes before, the least recently used first. A page is read ahead into frames that
-are needed later than it, unless a frame that is needed still later is in use. Updates and spills
-are jobs: a job holds its page's frame (an update) and its gradient until it is retired, at most two
-are pending, the oldest is retired first: when a third comes, when its page is needed, or when
-memory runs out and no frame can go. Nothing depends on when a job is really done.
+are needed later than it; beyond one unit's bytes it is not, while a frame that is needed still
+later is in use. Updates and spills are jobs: a job holds its page's frame (an update) and its
+gradient until it is retired, at most two are pending, the oldest is retired first: when a third
+comes, when its page is needed, or when memory runs out and no frame can go. Nothing depends on when
+a job is really done.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ class Simulator:
         self._at = 0
         self._returning = False
         self._visited: set[int] = set()
+        self._unused: set[int] = set()  # read ahead, and not needed yet
         self._commit_owed = False
         self._inputs = self._kept_inputs()
         self._passed = 0  # an input that nobody needs, until somebody looks
@@ -260,6 +262,7 @@ class Simulator:
         if page not in self._pins:
             self._make_room(self._weight_bytes(page))
             self._load(page)
+        self._unused.discard(page)
         self._pins.move_to_end(page)
         self._pins[page] += 1
 
@@ -271,6 +274,7 @@ class Simulator:
             for victim in victims:
                 self._drop(victim)
             self._load(page)
+            self._unused.add(page)
         self._pins.move_to_end(page)
         return True
 
@@ -281,6 +285,9 @@ class Simulator:
         later = [o for o in idle if self._distance(o) > own or self._distance(o) == inf]
         held = [self._distance(o) for o in self._pins if o not in idle and o != RESIDENT]
         last_held = max((distance for distance in held if distance < inf), default=0)
+        ahead = sum(self._weight_bytes(other) for other in (*self._unused, page))
+        if ahead <= max(unit.weight_bytes for unit in self.case.units):
+            last_held = 0
         victims = []
         for other in sorted(later, key=self._distance, reverse=True):
             if lacking <= 0:
@@ -310,6 +317,7 @@ class Simulator:
         return True
 
     def _drop(self, page: int) -> None:
+        self._unused.discard(page)
         del self._pins[page]
         self._free += self._weight_bytes(page)
 

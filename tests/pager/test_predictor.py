@@ -10,6 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from mt_lightning.pager import contexts
 from mt_lightning.pager.predictor import BACKWARD, FORWARD, INFERENCE, Predictor
 
 Access = tuple[int, int]
@@ -133,7 +134,7 @@ def test_a_rare_unit_is_farther_than_a_frequent_one() -> None:
 
 
 @given(st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2)), max_size=20), max_size=6))
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=25)
 def test_any_order_is_harmless(steps: list[list[Access]]) -> None:
     predictor, seen = Predictor(), set()
     for step in steps:
@@ -150,7 +151,7 @@ def test_any_order_is_harmless(steps: list[list[Access]]) -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 def test_any_route_that_repeats_is_learned(route: list[int]) -> None:
     predictor = Predictor()
     step = train(*route)
@@ -159,17 +160,23 @@ def test_any_route_that_repeats_is_learned(route: list[int]) -> None:
         assert guesses(predictor, [step]) == [unit for unit, _ in step]
 
 
-def test_memory_stays_bounded_and_old_orders_are_forgotten() -> None:
+def test_memory_stays_bounded_and_old_orders_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contexts, "_MAX_HISTORY", 1 << 10)
+    monkeypatch.setattr(contexts, "_MAX_CONTEXTS", 1 << 8)
     predictor = Predictor()
     step = train(*range(40))
-    guesses(predictor, [step] * 830)  # more than is kept of history
-    assert guesses(predictor, [step]) == [unit for unit, _ in step]
-    contexts = predictor._contexts
-    assert len(contexts._history) <= 1 << 16
-    for number in range(1500):
+    visits = [unit for unit, _ in step]
+    for _ in range(60):
+        found = guesses(predictor, [step])
+    assert found == visits
+    model = predictor._contexts
+    for number in range(300):
         guesses(predictor, [train(*[(number * k) % 97 for k in (1, 3, 7, 12)])])
-    assert all(len(table) <= 1 << 14 for table in contexts._tables)
-    assert len(predictor._ahead) <= 1 << 12
+        assert len(model._history) <= 1 << 10
+        assert all(len(table) <= 1 << 8 for table in (*model._tables, *model._places))
+        assert len(predictor._ahead) <= 1 << 12
+    guesses(predictor, [step] * 3)
+    assert guesses(predictor, [step]) == visits
 
 
 def test_an_access_costs_microseconds() -> None:

@@ -25,12 +25,13 @@ from mt_lightning.plugins.precision import MegaTrainPrecision
 from mt_lightning.strategy import MegaTrainStrategy, grad_norm
 
 if TYPE_CHECKING:
-    from mt_lightning.callbacks import PagingMonitor, PagingReport
+    from mt_lightning.callbacks import AccessRecorder, PagingMonitor, PagingReport
     from mt_lightning.huggingface import CausalLMModule, TextDataModule
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessRecorder",
     "BudgetError",
     "CausalLMModule",
     "CompressedAdamW",
@@ -51,6 +52,7 @@ __all__ = [
 
 # Imported on first use: transformers takes a second that users of the strategy alone need not wait.
 _LAZY = {
+    "AccessRecorder": "mt_lightning.callbacks",
     "CausalLMModule": "mt_lightning.huggingface",
     "PagingMonitor": "mt_lightning.callbacks",
     "PagingReport": "mt_lightning.callbacks",

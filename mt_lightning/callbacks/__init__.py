@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from mt_lightning.callbacks.access_recorder import AccessRecorder
 from mt_lightning.callbacks.monitor import PagingMonitor
 from mt_lightning.callbacks.progress import PagingProgressBar
 from mt_lightning.callbacks.report import PagingReport
 
-__all__ = ["PagingMonitor", "PagingProgressBar", "PagingReport"]
+__all__ = ["AccessRecorder", "PagingMonitor", "PagingProgressBar", "PagingReport"]

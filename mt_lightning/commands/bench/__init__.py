@@ -9,10 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from mt_lightning.commands.bench import adamw
+from mt_lightning.commands.bench import adamw, prefetch
+from mt_lightning.commands.bench.traces import GENERATORS, generate, load
 from mt_lightning.errors import ConfigError
 
 _LEAST_PARAMS = 1 << 16
+_LEAST_STEPS = 4
 
 
 def add_bench_parser(commands: Any) -> None:
@@ -26,10 +28,43 @@ def add_bench_parser(commands: Any) -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each (default: 15)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    _add_prefetch_parser(benches)
+
+
+def _add_prefetch_parser(benches: Any) -> None:
+    parser = benches.add_parser("prefetch", help="prediction against LRU and an oracle, on traces")
+    names = ", ".join(GENERATORS)
+    parser.add_argument(
+        "--trace",
+        nargs="+",
+        choices=list(GENERATORS),
+        metavar="NAME",
+        help=f"traces that are made up: {names} (default: all, or none with --file)",
+    )
+    parser.add_argument(
+        "--file", nargs="+", default=[], help="traces written by mt_lightning.AccessRecorder"
+    )
+    parser.add_argument(
+        "--frames",
+        type=float,
+        nargs="+",
+        default=[0.25, 0.5, 0.75],
+        help="pages that fit in RAM, as a share of the units (default: 0.25 0.5 0.75)",
+    )
+    parser.add_argument("--steps", type=int, default=100, help="of each made-up trace")
+    parser.add_argument("--seed", type=int, default=0, help="of the made-up traces")
+    parser.add_argument(
+        "--depth", type=int, default=4, help="units that are looked ahead (default: 4)"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def run_bench(options: argparse.Namespace) -> int:
     """Measure and print."""
+    return _run_adamw(options) if options.bench == "adamw" else _run_prefetch(options)
+
+
+def _run_adamw(options: argparse.Namespace) -> int:
     num_params = int(options.params)
     if num_params < _LEAST_PARAMS or options.rounds < 1 or min(options.threads) < 1:
         raise ConfigError(
@@ -42,4 +77,25 @@ def run_bench(options: argparse.Namespace) -> int:
         print(json.dumps(adamw.as_dicts(speeds), indent=2))
     else:
         Console().print(adamw.speed_table(speeds, num_params))
+    return 0
+
+
+def _run_prefetch(options: argparse.Namespace) -> int:
+    shares = options.frames
+    if not all(0 < share <= 1 for share in shares) or options.steps < _LEAST_STEPS:
+        raise ConfigError(
+            f"bench prefetch: --frames must be above 0 and at most 1 (got {shares}), --steps at "
+            f"least {_LEAST_STEPS} (got {options.steps})."
+        )
+    if options.depth < 1:
+        raise ConfigError(f"bench prefetch: --depth must be at least 1, not {options.depth}.")
+    names = options.trace or ([] if options.file else list(GENERATORS))
+    traces = [load(path) for path in options.file]
+    traces += [generate(name, options.steps, options.seed) for name in names]
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        results = prefetch.compare(traces, shares, options.depth, progress)
+    if options.json:
+        print(json.dumps(prefetch.as_dicts(results), indent=2))
+    else:
+        Console().print(prefetch.comparison_table(results, options.depth))
     return 0

@@ -63,6 +63,7 @@ class _Frames:
 
     def __init__(self, num_frames: int) -> None:
         self.num_frames = num_frames
+        self.judge: Callable[[int, bool], None] = lambda page, used: None
         self.held: OrderedDict[int, _Frame] = OrderedDict()
         self.outcome = Outcome()
 
@@ -75,8 +76,10 @@ class _Frames:
         frame = self.held.get(unit)
         if frame is not None:
             outcome.hits += 1
-            outcome.used += frame.ahead
-            frame.ahead = False
+            if frame.ahead:
+                outcome.used += 1
+                frame.ahead = False
+                self.judge(unit, True)
         else:
             if len(self.held) >= self.num_frames:
                 victim = choose(self.held.values(), next_use)
@@ -94,7 +97,9 @@ class _Frames:
 
     def drop(self, frame: _Frame) -> None:
         """Give a frame up."""
-        self.outcome.wasted += frame.ahead
+        if frame.ahead:
+            self.outcome.wasted += 1
+            self.judge(frame.index, False)
         del self.held[frame.index]
 
 
@@ -138,11 +143,13 @@ def play_ahead(trace: Trace, num_frames: int, depth: int) -> Outcome:
     ahead = ReadAhead([[unit] for unit in range(count)], [1] * count, (), num_frames, depth)
 
     def access(frames: _Frames, unit: int, kind: int) -> None:
+        frames.judge = ahead.judge
         ahead.observe(unit, kind)
         frames.use(unit, ahead.next_use)
         held = frames.held
         for page in ahead.upcoming():
             if page not in held:
+                ahead.lets(page, 0)
                 lacking = len(held) + 1 - num_frames
                 patient = any(frame.ahead for frame in held.values())
                 victims = choose_ahead(

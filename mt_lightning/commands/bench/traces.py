@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from mt_lightning.errors import ConfigError
 from mt_lightning.pager.predictor import BACKWARD, FORWARD, INFERENCE
 
 Access = tuple[int, int]
@@ -124,3 +127,29 @@ def generate(name: str, num_steps: int, seed: int) -> Trace:
     """Make a trace up."""
     steps = GENERATORS[name](random.Random(seed))
     return Trace(name, [next(steps) for _ in range(num_steps)])
+
+
+def load(path: str) -> Trace:
+    """Read a trace that `mt_lightning.AccessRecorder` has written.
+
+    Raises:
+        ConfigError: The file cannot be read, or is no such trace.
+    """
+    try:
+        recorded = json.loads(Path(path).read_text())
+        num_units = len(recorded["units"])
+        steps = [[(int(unit), int(kind)) for unit, kind in step] for step in recorded["steps"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"bench prefetch: {path} is no trace of accesses ({type(error).__name__}: {error}); "
+            "mt_lightning.AccessRecorder writes one."
+        ) from error
+    kinds = (FORWARD, BACKWARD, INFERENCE)
+    wrong = [a for step in steps for a in step if not (0 <= a[0] < num_units and a[1] in kinds)]
+    if wrong or len(steps) < 2:
+        found = f"access {list(wrong[0])}" if wrong else f"{len(steps)} steps"
+        raise ConfigError(
+            f"bench prefetch: {path} has {found}; a trace has at least 2 steps, of accesses to its "
+            f"{num_units} units of kinds 0 to 2."
+        )
+    return Trace(Path(path).stem, steps)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, deque
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,9 @@ class ForwardSimulator(Simulator):
         self._pins = OrderedDict()
         self._jobs = deque()
         self._due = {}
-        self._known, self._seen, self._position = [], [], 0
+        self._num_forwards = self._at = 0
+        self._returning = False
+        self._visited, self._unused = set(), set()
         for page in (RESIDENT, *range(len(case.units))):
             self._pin(page)
             self._pins[page] -= 1
@@ -58,9 +61,19 @@ class ForwardSimulator(Simulator):
                 self._enter(page, grads=False)
                 self._pins[page] -= 1
             self._free += num_together * HELD_BYTES if sizes else 0
-            self._known, self._seen, self._position = self._seen, [], 0
             sizes.append(num_together)
         return sizes
+
+    def _distance(self, page: int) -> float:
+        """From the second pass on it is known that passes follow each other."""
+        if self._num_forwards < 2:
+            return inf
+        return (page - self._at - 1) % len(self.case.units) + 1
+
+    def _predict(self) -> list[int]:
+        if self._num_forwards < 2:
+            return []
+        return sorted(range(len(self.case.units)), key=self._distance)[: self.case.depth]
 
     def _num_fitting(self, most: int) -> int:
         room_bytes = self.case.budget_bytes - self.case.resident.weight_bytes

@@ -54,7 +54,9 @@ class AccessRecorder(Callback):
             self._num_accesses += 1
             self._step.append((unit, kind))
 
-    def on_train_batch_end(self, trainer: Trainer, *args: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """End a step where the optimizer has stepped."""
         if trainer.global_step > self._num_steps:
             self._num_steps = trainer.global_step

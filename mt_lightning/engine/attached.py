@@ -14,7 +14,7 @@ from torch.profiler import record_function
 
 from mt_lightning.engine.exchange import give_state, take_state
 from mt_lightning.engine.first_step import report_first_step
-from mt_lightning.engine.grad_check import check_grad, check_unowned
+from mt_lightning.engine.grad_check import check_grad, check_open, check_unowned
 from mt_lightning.engine.loss_check import check_loss
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.parking import Parking
@@ -239,7 +239,7 @@ class Attached:
         if page.layout.optimizer is None:
             check_unowned(run, page, param, parameter)
             return
-        run.steps.check_open(page, page.layout.params[param].name)
+        check_open(run, page, param)
         if self._sums is not None:
             self._sums.add(page, param, grad)
             return

@@ -41,3 +41,14 @@ def check_unowned(run: Runtime, page: Page, param: int, parameter: nn.Parameter)
             "every parameter that will ever be trained to the optimizer in configure_optimizers, "
             "and freeze by requires_grad=False."
         )
+
+
+def check_open(run: Runtime, page: Page, param: int) -> None:
+    """Raise StepError when a page that gets a gradient has been updated in this step already."""
+    if run.steps.is_updated(page):
+        raise StepError(
+            f"{page.layout.params[param].name} got another gradient after its unit had been "
+            "updated in the same step; a unit that runs several times inside checkpoints with "
+            "use_reentrant=True does that. The step is undone. Use use_reentrant=False, or "
+            "gradient_clip_val to update after backward."
+        )

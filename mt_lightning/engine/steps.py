@@ -109,15 +109,9 @@ class Steps:
         """Finish the step before: units that the forward did not reach are updated now."""
         self.flush()
 
-    def check_open(self, page: Page, name: str) -> None:
-        """Raise StepError when `page` has been updated in this step already."""
-        if page.index in self._submitted:
-            raise StepError(
-                f"{name} got another gradient after its unit had been updated in the same step; a "
-                "unit that runs several times inside checkpoints with use_reentrant=True does "
-                "that. The step is undone. Use use_reentrant=False, or gradient_clip_val to update "
-                "after backward."
-            )
+    def is_updated(self, page: Page) -> bool:
+        """Return whether `page` has been updated in this step already."""
+        return page.index in self._submitted
 
     def on_complete(self, page: Page) -> None:
         """Take note that `page` has all its gradients of this backward."""

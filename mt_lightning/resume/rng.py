@@ -28,4 +28,6 @@ def give_rng(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
     version, internal, gauss_next = state["python"]
-    random.setstate((version, tuple(internal.tolist()), gauss_next))
+    if isinstance(internal, torch.Tensor):  # runs of earlier versions hold the numbers one by one
+        internal = internal.tolist()
+    random.setstate((version, tuple(internal), gauss_next))

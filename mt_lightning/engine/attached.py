@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -105,21 +106,27 @@ class Attached:
             with self._stats.timing("stall_update_s", self._machine.clock):
                 for page in pages:
                     run.steps.before_use(page)
-            entries = [run.pool.pin(page) for page in pages]
-            if backward and not again:
+            with ExitStack() as undo:
+                entries = []
                 for page in pages:
-                    (self._sums or run.gradients).expect(page)
-            if any(entry.read is not None and not entry.read.done() for entry in entries):
-                run.ahead.stalled()
-            with self._stats.timing("stall_read_s", self._machine.clock):
-                for entry in entries:
-                    entry.wait()
-            uploads = [run.binder.upload(entry.frame.tensor) for entry in entries]
-            for page, upload in zip(pages, uploads, strict=True):
-                run.binder.bind(page, self._machine.link.wait(upload))
+                    entries.append(run.pool.pin(page))
+                    undo.callback(run.pool.release, entries[-1])
+                if backward and not again:
+                    for page in pages:
+                        (self._sums or run.gradients).expect(page)
+                if any(entry.read is not None and not entry.read.done() for entry in entries):
+                    run.ahead.stalled()
+                with self._stats.timing("stall_read_s", self._machine.clock):
+                    for entry in entries:
+                        entry.wait()
+                uploads = [run.binder.upload(entry.frame.tensor) for entry in entries]
+                for page, upload in zip(pages, uploads, strict=True):
+                    run.binder.bind(page, self._machine.link.wait(upload))
+                    undo.callback(run.binder.unbind, page)
+                self._prepare()
+                undo.pop_all()  # it is bound: `leave` undoes it
             if backward:
                 self._rebound.append((unit, next_sequence_number()))
-            self._prepare()
 
     def _prepare(self) -> None:
         """Begin to read and to update the pages expected next, nearest first.

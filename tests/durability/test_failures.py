@@ -55,7 +55,7 @@ def test_a_step_that_breaks_off_costs_that_step_alone(
     module = Breaks(adamw)
     module.error = error
     with pytest.raises((BrokenError, SystemExit, KeyboardInterrupt)):
-        fit(module, paged(tmp_path), gradient_clip_val=clip)
+        fit(module, paged(tmp_path, recompute=True), gradient_clip_val=clip)
     assert committed_step(tmp_path) == 4
     plain = Tiny(adamw)
     fit(plain, max_steps=4, gradient_clip_val=clip)

@@ -25,7 +25,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def test_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
-    check(server, tmp_path, 2, ["eager", "clipped"], seed=3, **OFTEN)
+    # Of two kills none may meet a commit; the share is asserted where there are fifty.
+    check(server, tmp_path, 2, ["eager", "clipped"], seed=3, **{**OFTEN, "least_hits": 0.0})
 
 
 @pytest.mark.slow

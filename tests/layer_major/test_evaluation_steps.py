@@ -30,6 +30,7 @@ __all__ = ["groups", "quiet"]
 pytestmark = pytest.mark.filterwarnings("ignore:Couldn't infer the batch indices")
 
 EVEN = nets.tokens(9, [12])
+NUM_TOKENS = 5
 
 
 # -- generation ---------------------------------------------------------------------------------
@@ -48,7 +49,7 @@ class Generating(Evaluated):
         return self.network.generate(  # type: ignore[operator]
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=5,
+            max_new_tokens=NUM_TOKENS,
             do_sample=self.sampling,
             use_cache=True,
             eos_token_id=self.end,
@@ -125,8 +126,11 @@ def test_the_weights_are_read_once_per_token_for_all_batches(
         evaluate(tmp_path, "predict", make, loader(EVEN), strategy, subject=Generating)
         assert strategy.engine is not None
         read[layer_major] = strategy.engine.stats.bytes_read
-    # One batch alone, then eight together.
-    assert read[True] <= read[False] * 2 / len(EVEN) * 1.1
+    # One batch alone, then eight together: two sweeps per token. What the eight hold between units
+    # takes room in which the usual order keeps weights from one token to the next.
+    weight_bytes = sum(param.nbytes for param in make().parameters())
+    assert read[True] <= 2 * NUM_TOKENS * weight_bytes
+    assert read[True] <= read[False] / 4
     told = [r.message for r in caplog.records if "again and again, as generate() does" in r.message]
     assert len(told) == 2
     assert "each token reads 0.001 GiB of them, for each batch" in told[0]

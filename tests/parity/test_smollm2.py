@@ -26,7 +26,7 @@ def weights() -> Path:
 
 @pytest.mark.parametrize(
     "num_steps",
-    [3, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
+    [2, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
 def test_equals_plain_lightning_in_a_fraction_of_its_memory(num_steps: int, tmp_path: Path) -> None:
     plain = _run("plain", num_steps, tmp_path)

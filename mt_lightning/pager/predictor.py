@@ -144,7 +144,10 @@ class Predictor:
         """
         seen: set[int] = set()
         position = 0
-        while position < len(self._ahead) or self._look_further(limit):
+        # A round that repeats is known to no end; behind its last unit it has nothing new.
+        while len(seen) < len(self._last) and (
+            position < len(self._ahead) or self._look_further(limit)
+        ):
             unit = self._ahead[position] // _NUM_KINDS
             doubt = max(self._doubt[position] - self._settled, 0.0)
             if doubt > limit:

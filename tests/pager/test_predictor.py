@@ -187,3 +187,13 @@ def test_an_access_costs_microseconds() -> None:
     guesses(predictor, [step] * 10)
     # 10 to 20 us on a quiet core; the bound only tells it from a cost that grows with the model.
     assert (time.process_time() - begin) / (10 * len(step)) < 500e-6
+
+
+def test_a_small_model_is_not_looked_at_again_and_again() -> None:
+    predictor = Predictor()
+    step = train(0, 1, 2)
+    for unit, kind in step * 50:
+        predictor.observe(unit, kind)
+        assert set(predictor.upcoming()) == {0, 1, 2} or predictor._now < 3 * len(step)
+        # What repeats is known to no end, but behind one round there is no other unit.
+        assert len(predictor._ahead) <= 2 * len(step)

@@ -145,7 +145,6 @@ class LayerMajor:
             self._conclude(ends=ends)
             return outputs
         assert self._window is not None
-        self._window.learning = False
         zero_grad = optimization._make_zero_grad_fn(batch_idx, optimizer)
         micro = self._window.start(partial(self._step, kwargs), BatchView(self._trainer))
         if zero_grad is not None:
@@ -175,7 +174,6 @@ class LayerMajor:
             self._order == "layer-major" and self._seen and not alone and self._holds_two()
         )
         if self._order == "undecided" and not alone and self._window is not None:
-            self._window.learning = True
             group = partial(self._group, None)
             self._check = FirstWindow(self._trainer, self._engine, self._window, self._step, group)
 

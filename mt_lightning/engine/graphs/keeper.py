@@ -70,7 +70,9 @@ class Keeper:
             for page in build.table
         ]
         self._choice = Choice(limit_bytes)
-        self._graphs: list[weakref.ref[Graph]] = []
+        self._graphs: dict[int, weakref.ref[Graph]] = {}
+        """Those that are kept, by number: in the order in which they were made."""
+        self._gone: deque[int] = deque()
         self._reservations: dict[int, Reservation] = {}
         self.ended: deque[int] = deque()
         self._next = 0
@@ -129,7 +131,8 @@ class Keeper:
             self._held_bytes += nbytes
             self._stats.graph_peak_bytes = max(self._stats.graph_peak_bytes, self._held_bytes)
         self._stats.graphs_kept += 1
-        self._graphs.append(weakref.ref(graph))
+        gone, number = self._gone, graph.number
+        self._graphs[number] = weakref.ref(graph, lambda _: gone.append(number))
 
     def _find(self, nbytes: int) -> Reservation | None:
         """Reserve room; graphs that backward needs later than this one make room."""
@@ -182,7 +185,9 @@ class Keeper:
 
     def awaits(self, page: Page) -> bool:
         """Return whether the backward of a kept graph may still read `page`."""
-        return any(g is not None and g.awaits(page) for g in (ref() for ref in self._graphs))
+        return any(
+            g is not None and g.awaits(page) for g in (ref() for ref in self._graphs.values())
+        )
 
     def drop_oldest(self, *, empty: bool = False) -> bool:
         """Let go of the graph that backward needs last; False where none may be dropped.
@@ -193,12 +198,13 @@ class Keeper:
         self.collect()
         if self._recompute is False:
             return False
-        for reference in self._graphs:
+        for reference in self._graphs.values():
             graph = reference()
             if graph is None or not graph.alive:
                 continue
             if empty or graph.number in self._reservations:
                 graph.drop()
+                del self._graphs[graph.number]
                 self._free(graph.number)
                 self._again.add(graph.unit.index)
                 self._stats.graphs_kept -= 1
@@ -209,7 +215,9 @@ class Keeper:
         """Give back what graphs held that have ended."""
         while self.ended:
             self._free(self.ended.popleft())
-        self._graphs = [ref for ref in self._graphs if ref() is not None]
+        while self._gone:
+            # One that was dropped is not listed any more.
+            self._graphs.pop(self._gone.popleft(), None)
 
     def _free(self, number: int) -> None:
         reservation = self._reservations.pop(number, None)

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _TOLD_SHARE = 50
 """What lies above the budget is told where it is more than a part in this many of it."""
+_SLACK = 8
+"""Executions that have ended and are still listed; beyond, they are at most as many as others."""
 _PURPOSES = ("unit inputs", "input frames")
 
 
@@ -208,8 +210,8 @@ class InputTier:
                 item = self._items.get(self._dead.popleft())
                 if item is not None and item.ref() is None:
                     self._forget(item)
-        while self._order and self._order[-1] not in self._holds:
-            self._order.pop()
+        if len(self._order) > 2 * len(self._holds) + _SLACK:
+            self._order = [number for number in self._order if number in self._holds]
         self._mover.collect()
         self._mover.count()
 

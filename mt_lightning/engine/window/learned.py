@@ -31,14 +31,17 @@ class Learned:
         self._ratio = 0.0
         self._visited: list[int] = []
         self._shapes: Any = None
-        self._inputs = Inputs()
+        self._inputs: Inputs | None = None
+        """Of the step that is watched; None while there is none."""
 
     def begin(self) -> None:
         """A step begins that runs in one go."""
         self._visited, self._shapes, self._inputs = [], None, Inputs()
 
     def visit(self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """It enters a unit."""
+        """A step enters a unit; one that nobody watches is not followed."""
+        if self._inputs is None:
+            return
         if not self._visited:
             self._shapes = shapes_of(args, kwargs)
         self._visited.append(unit.index)
@@ -46,7 +49,9 @@ class Learned:
 
     def end(self, draws: int | None) -> None:
         """It ended, having drawn that many random numbers."""
+        assert self._inputs is not None
         self.saw(self._shapes, self._visited, self._inputs, draws)
+        self._visited, self._shapes, self._inputs = [], None, None
 
     def saw(self, shapes: Any, visited: list[int], inputs: Inputs, draws: int | None) -> None:
         """Take note of a step.

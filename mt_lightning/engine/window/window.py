@@ -45,7 +45,6 @@ class Window:
 
     Attributes:
         learned: What steps have shown of themselves.
-        learning: Whether steps outside of windows are watched.
         micros: The micro-batches that were started and have not been run to their end.
         unit: The unit that is bound for all of them.
         num_other_draws: Micro-batches that began at another random number than in the usual order.
@@ -55,7 +54,6 @@ class Window:
         self._host = host
         self._run = host.run
         self.learned = Learned()
-        self.learning = True
         self.micros: list[Micro] = []
         self.num_other_draws = 0
         self.comparing = False
@@ -82,7 +80,7 @@ class Window:
         """Let a micro-batch wait at the entry of a unit; return the arguments it goes on with."""
         micro = current()
         if micro is None:
-            if self.learning and torch._C._current_graph_task_id() == -1:
+            if torch._C._current_graph_task_id() == -1:
                 self.learned.visit(unit, args, kwargs)
             return args, kwargs
         # Inside a backward of its own, or under inference mode, it cannot stop.

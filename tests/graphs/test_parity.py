@@ -89,7 +89,9 @@ def test_graphs_may_be_dropped_at_any_moment(
 
     def collect_and_drop(self: Keeper) -> None:
         collect(self)
-        graphs = [graph for ref in self._graphs if (graph := ref()) is not None and graph.alive]
+        graphs = [
+            graph for ref in self._graphs.values() if (graph := ref()) is not None and graph.alive
+        ]
         if graphs and dice.random() < 0.3:
             graph = dice.choice(graphs)
             graph.drop()

@@ -36,7 +36,12 @@ def uninterrupted() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if _waiting.is_set():
+        came = False
+        try:
+            signal.signal(signal.SIGINT, before)
+            came = _waiting.is_set()
+        finally:
+            # A second one may come as the handler is put back; it counts for both.
             _waiting.clear()
+        if came:
             signal.raise_signal(signal.SIGINT)

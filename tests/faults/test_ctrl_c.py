@@ -166,3 +166,23 @@ def test_a_block_that_is_not_interrupted_is_told_afterwards() -> None:
     assert done == ["the rest"]
     assert not interrupt_waits()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_one_while_the_handler_is_put_back_counts_for_both(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put = signal.signal
+
+    def put_slowly(number: int, handler: Any) -> Any:
+        before = put(number, handler)
+        if interrupt_waits():
+            signal.raise_signal(number)
+        return before
+
+    monkeypatch.setattr(signal, "signal", put_slowly)
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        signal.raise_signal(signal.SIGINT)
+    # Nothing is left of it: nobody hurries, and the next block ends in peace.
+    assert not interrupt_waits()
+    with uninterrupted():
+        pass

@@ -20,7 +20,7 @@ from mt_lightning.engine.loss_check import check_loss
 from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.runtime import Runtime
-from mt_lightning.engine.undo import refuse_lost, undo_partial_step
+from mt_lightning.engine.undo import refuse_lost, release_pages, undo_partial_step
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.engine.window.forward import ForwardWindow
@@ -308,6 +308,12 @@ class Attached:
     def clip_value(self, optimizer: int, value: float) -> None:
         """Clip by value when the optimizer steps."""
         self.run.steps.clip_value(optimizer, value)
+
+    def let_go(self) -> None:
+        """Release what units held when training broke off; none of them runs any more."""
+        self._lingering.clear()
+        self._rebound.clear()
+        release_pages(self.run)
 
     def drain(self) -> None:
         """Apply, write and commit everything, and wait for it."""

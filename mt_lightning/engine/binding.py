@@ -77,9 +77,9 @@ class Binder:
 
     def _stand_in(self, page: Page) -> None:
         frozen = [p for p in self._members[page.index].params if not p.requires_grad]
+        self._standing_in[page.index] = frozen
         for param in frozen:
             self._install(param, nn.Parameter(param.data, requires_grad=False))
-        self._standing_in[page.index] = frozen
 
     def _install(self, param: nn.Parameter, shown: nn.Parameter) -> None:
         for module, name in self._owners.get(id(param), ()):
@@ -114,10 +114,12 @@ class Binder:
         self._depth[page.index] -= 1
         if self._depth[page.index]:
             return
-        plane = self._planes.pop(page.index)
-        for param in self._standing_in.pop(page.index, []):
+        # In this order, so that `reset` can end what an interrupt has broken off.
+        for param in self._standing_in.get(page.index, []):
             self._install(param, param)
         self.blank(page)
+        self._standing_in.pop(page.index, None)
+        plane = self._planes.pop(page.index)
         if not self._link.unified:
             self._leaving.append(plane)
 
@@ -140,7 +142,7 @@ class Binder:
     def reset(self) -> None:
         """Forget every bind after an error and blank what was bound."""
         for page in self._table:
-            if self._depth[page.index]:
+            if self._depth[page.index] or page.index in self._planes:
                 self._depth[page.index] = 1
                 self.unbind(page)
         for page in self._settled:

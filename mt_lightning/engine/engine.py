@@ -360,6 +360,8 @@ class Engine:
         if not steps.partial:
             try:
                 live.run.gradients.reset()
+                if failed:
+                    live.let_go()
                 live.drain()
                 if failed:
                     tell_kept_back(steps.count, steps.commits.committed_step)

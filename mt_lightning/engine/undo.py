@@ -36,6 +36,18 @@ def undo_partial_step(run: Runtime, io: IOQueue) -> int:
     return finished - run.steps.count
 
 
+def release_pages(run: Runtime) -> None:
+    """Take pages back from units that an error or Ctrl-C has ended, so that updates find room.
+
+    An interrupt comes on any line, also between taking a page and noting who has to release it.
+    """
+    run.worker.drain()  # jobs release their pages themselves
+    run.binder.reset()
+    run.pool.unpin(set(run.build.resident))
+    run.graphs.collect()
+    run.inputs.sweep()
+
+
 def refuse_lost(num_lost: int, committed_step: int) -> None:
     """Raise StepError where weights and loops are no longer of the same step."""
     if num_lost:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
 from mt_lightning.errors import BudgetError
 from mt_lightning.pager.budget import Budget, Reservation
@@ -241,12 +241,18 @@ class WeightPool:
             if entry.dirty:
                 self.write_back(entry)
 
+    def unpin(self, kept: Container[int]) -> None:
+        """End all pins but those of the pages `kept`: nobody is left who would release them."""
+        for entry in self._entries.values():
+            if entry.index not in kept:
+                entry.pins = 0
+
     def drop(self, page: Page) -> None:
-        """Forget the frame of `page`, whatever it holds."""
+        """Forget the frame of `page`, whatever it holds and for whom."""
         entry = self._entries.get(page.index)
         if entry is not None:
             self._forget_ahead(entry)
-            entry.dirty = False
+            entry.pins, entry.dirty = 0, False
             self._evict(entry)
 
     def clear(self) -> None:
@@ -270,16 +276,17 @@ class WeightPool:
         return list(self._entries.values())
 
     def _load(self, page: Page) -> PoolEntry:
-        entry = PoolEntry(page, *self._allocate(page.layout.nbytes))
-        plane = page.weight
-        if plane.slot is None:
-            entry.frame.tensor.zero_()
-        else:
-            self._stats.reloads += 1
-            entry.read = self._io.read(
-                plane.file, [(0, entry.frame.memory)], sums=list(plane.sums[0])
-            )
-        self._entries[page.index] = entry
+        with uninterrupted():
+            entry = PoolEntry(page, *self._allocate(page.layout.nbytes))
+            plane = page.weight
+            if plane.slot is None:
+                entry.frame.tensor.zero_()
+            else:
+                self._stats.reloads += 1
+                entry.read = self._io.read(
+                    plane.file, [(0, entry.frame.memory)], sums=list(plane.sums[0])
+                )
+            self._entries[page.index] = entry
         return entry
 
     def _allocate(self, nbytes: int) -> tuple[Frame, Reservation]:
@@ -307,23 +314,25 @@ class WeightPool:
         entry.wait()
         if entry.dirty:
             self.write_back(entry)
-        del self._entries[entry.page.index]
-        self._stats.evictions += 1
-        if entry.frame.in_use():
-            self._orphans.append((entry.frame, entry.reservation))
-            return
-        self._arena.free(entry.frame)
-        entry.reservation.free()
+        with uninterrupted():
+            del self._entries[entry.page.index]
+            self._stats.evictions += 1
+            if entry.frame.in_use():
+                self._orphans.append((entry.frame, entry.reservation))
+                return
+            self._arena.free(entry.frame)
+            entry.reservation.free()
 
     def _collect_orphans(self) -> None:
-        alive = []
-        for frame, reservation in self._orphans:
-            if frame.in_use():
-                alive.append((frame, reservation))
-            else:
-                self._arena.free(frame)
-                reservation.free()
-        self._orphans = alive
+        alive = [each for each in self._orphans if each[0].in_use()]
+        if len(alive) == len(self._orphans):
+            return
+        with uninterrupted():
+            for frame, reservation in self._orphans:
+                if (frame, reservation) not in alive:
+                    self._arena.free(frame)
+                    reservation.free()
+            self._orphans = alive
 
     def _trim(self, nbytes: int) -> None:
         """Unmap free frames that would push real memory above the limit."""

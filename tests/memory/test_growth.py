@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import mt_lightning as mt
 
 from ..faults.nets import Evaluated, loader, make_trainer
 
-CONTAINERS = (list, dict, set, deque, Counter, OrderedDict, bytes, str)
+CONTAINERS = (list, dict, set, deque)
 BOUNDED = {
     # Sequences of accesses, up to the limits that are named there.
     "ContextModel._history",

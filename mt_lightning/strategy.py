@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import lightning.pytorch as pl
@@ -362,11 +363,18 @@ class MegaTrainStrategy(SingleDeviceStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save, unless a fit that failed has left the weights steps behind the loops."""
+        """Save, unless a fit that failed has left the weights steps behind the loops.
+
+        A full disk is waited for: what was begun has been taken back, and is begun anew.
+        """
         lost = self._engine.num_lost if self._engine is not None else 0
         refuse_lost(lost, checkpoint["global_step"] - lost)
         serve(self.checkpoint_io, self._saved)  # a plugin may serve several trainers
-        super().save_checkpoint(checkpoint, *args, **kwargs)
+        save = partial(super().save_checkpoint, checkpoint, *args, **kwargs)
+        if self._engine is None or not self._engine.attached:
+            save()
+        else:
+            self._engine.machine.patience.run("saving a checkpoint", 0, save)
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class Patience:
 
         Args:
             what: The operation, for the messages.
-            nbytes: How many bytes it needs on the disk if it must wait for space.
+            nbytes: How many bytes it needs on the disk if it must wait for space; 0 where its error
+                says so.
             call: Runs it; called once more after each error that may pass.
             again: Whether it may be run again at all; see the note on syncs.
 
@@ -196,14 +197,16 @@ class Patience:
             num_others = self._num_waiting - 1
         path = str(error.filename)
         free = f", {free_bytes(path)} are free" if os.path.isabs(path) else ""
+        needed = (
+            f"{what} needs {nbytes} bytes" if nbytes else f"{what} needs room: {error.strerror}"
+        )
         others = f"; {num_others} more operation(s) wait" if num_others else ""
         logger.warning(
-            "%s: the disk is full (%s). The run pauses: %s needs %d bytes%s%s. Make room there; it "
+            "%s: the disk is full (%s). The run pauses: %s%s%s. Make room there; it "
             "goes on by itself, or fails after %g s (disk_full_timeout_s).",
             path,
             os.strerror(error.errno or 0),
-            what,
-            nbytes,
+            needed,
             free,
             others,
             self._disk_full_timeout_s,

@@ -99,6 +99,35 @@ def all_load(folder: Path) -> list[int]:
     )
 
 
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_disk_that_is_full_while_one_is_saved_is_waited_for(
+    tmp_path: Path, moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder, name = MOMENTS[moment]
+    inner: Callable[..., Any] = getattr(holder, name)
+    full: set[str] = set()
+    there = str(tmp_path / "ck" / "not yet written.ckpt")
+
+    def no_room(*args: Any, **kwargs: Any) -> Any:
+        if full:
+            full.clear()  # somebody makes room
+            raise mt.StorageError(errno.ENOSPC, "no room for 4096 bytes", there)
+        return inner(*args, **kwargs)
+
+    monkeypatch.setattr(holder, name, no_room)
+    root = tmp_path / "pages"
+    callbacks = [FullAt(full), ModelCheckpoint(tmp_path / "ck", **SAVES)]
+    settings: dict[str, Any] = {"callbacks": callbacks, "enable_checkpointing": True}
+    strategy = paged(root, durability="checkpoint", disk_full_timeout_s=60)
+    found = end_of(fit(tmp_path, strategy, io=linked(), **settings))
+    assert_same_tree(found, end_of(fit(tmp_path, "auto")))
+    assert (
+        "the run pauses: saving a checkpoint needs room: no room for 4096 bytes"
+        in caplog.text.lower()
+    )
+    assert len(all_load(tmp_path / "ck")) == 3
+
+
 @pytest.mark.parametrize("save", ["first", "second"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_disk_that_is_full_while_one_is_saved_costs_that_one_alone(
@@ -119,7 +148,7 @@ def test_a_disk_that_is_full_while_one_is_saved_costs_that_one_alone(
 
     monkeypatch.setattr(holder, name, no_room)
     root = tmp_path / "pages"
-    strategy = paged(root, durability="checkpoint")
+    strategy = paged(root, durability="checkpoint", disk_full_timeout_s=0)
     callbacks = [FullAt(full), ModelCheckpoint(tmp_path / "ck", **SAVES)]
     settings: dict[str, Any] = {"callbacks": callbacks, "enable_checkpointing": True}
     with pytest.raises(mt.StorageError, match="no room for 4096 bytes"):

@@ -26,7 +26,7 @@ def _train(directory: Path, num_layers: int, num_batches: int) -> Measurement:
 @pytest.mark.parametrize(
     "cases",
     [
-        pytest.param([(32, 1), (32, 6)], id="batches"),
+        pytest.param([(64, 1), (64, 6)], id="batches"),
         pytest.param(
             [(64, 1), (16, 4), (64, 4), (192, 1), (64, 16)],
             id="batches-and-depth",

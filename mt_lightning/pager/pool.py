@@ -324,14 +324,15 @@ class WeightPool:
             entry.reservation.free()
 
     def _collect_orphans(self) -> None:
-        alive = [each for each in self._orphans if each[0].in_use()]
-        if len(alive) == len(self._orphans):
+        alive, gone = [], []
+        for orphan in self._orphans:
+            (alive if orphan[0].in_use() else gone).append(orphan)
+        if not gone:
             return
         with uninterrupted():
-            for frame, reservation in self._orphans:
-                if (frame, reservation) not in alive:
-                    self._arena.free(frame)
-                    reservation.free()
+            for frame, reservation in gone:
+                self._arena.free(frame)
+                reservation.free()
             self._orphans = alive
 
     def _trim(self, nbytes: int) -> None:

@@ -23,6 +23,10 @@ class BudgetError(MegaTrainError, MemoryError):
 class StorageError(MegaTrainError, OSError):
     """A read, write or sync failed; the message names path, offset and errno."""
 
+    final = False
+    """Whether it must not be tried again, nor what it is a part of: a failed sync, or one that was
+    given its time already."""
+
 
 class CorruptPageError(StorageError):
     """Bytes read back do not match their checksum, or a file has the wrong format."""

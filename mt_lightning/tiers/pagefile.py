@@ -180,7 +180,9 @@ class PageFiles:
                 os.posix_fadvise(file.fd, 0, 0, os.POSIX_FADV_DONTNEED)
             here, there = os.fstat(file.fd), os.stat(file.path)
         except OSError as error:
-            raise storage_error(error, "sync failed", file.path) from error
+            failed = storage_error(error, "sync failed", file.path)
+            failed.final = True
+            raise failed from error
         if (here.st_dev, here.st_ino) != (there.st_dev, there.st_ino):
             raise StorageError(
                 errno.ENOENT,

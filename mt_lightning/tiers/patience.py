@@ -92,13 +92,21 @@ class Patience:
             again: Whether it may be run again at all; see the note on syncs.
 
         Raises:
-            StorageError: It failed for good.
+            StorageError: It failed for good. It is marked as final: nobody who runs this as a part
+                of something larger begins that anew.
         """
+        try:
+            return self._run(what, nbytes, call, again)
+        except StorageError as error:
+            error.final = True
+            raise
+
+    def _run(self, what: str, nbytes: int, call: Callable[[], T], again: bool) -> T:
         try:
             return call()
         except StorageError as error:
             # No sync fails for want of descriptors; then nothing has been done yet.
-            if isinstance(error, CorruptPageError) or not (again or error.errno in NO_DESCRIPTORS):
+            if _is_final(error) or not (again or error.errno in NO_DESCRIPTORS):
                 raise
             first = error
         if first.errno in PASSING:
@@ -126,11 +134,11 @@ class Patience:
                 return call()
             except StorageError as another:
                 error = another
-            if not again and error.errno not in NO_DESCRIPTORS:
+            if _is_final(error) or not (again or error.errno in NO_DESCRIPTORS):
                 break
             if error.errno in FULL:
                 return self._wait_for_space(what, nbytes, call, error)
-            if error.errno not in PASSING or isinstance(error, CorruptPageError):
+            if error.errno not in PASSING:
                 break
         raise error
 
@@ -154,7 +162,7 @@ class Patience:
                     result = call()
                 except StorageError as another:
                     error = another
-                    if error.errno not in FULL:
+                    if _is_final(error) or error.errno not in FULL:
                         raise
                 else:
                     logger.warning(
@@ -211,6 +219,10 @@ class Patience:
             others,
             self._disk_full_timeout_s,
         )
+
+
+def _is_final(error: StorageError) -> bool:
+    return error.final or isinstance(error, CorruptPageError)
 
 
 def _not_waited_for(error: StorageError, why: str) -> StorageError:

@@ -386,3 +386,36 @@ def test_blocks_of_one_request_are_tried_again_one_by_one(filled: Fill) -> None:
     queue.read(NAME, [(0, back.memory)], sums=sums).wait()
     assert back.memory == frame.memory
     queue.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
+def test_what_holds_a_failed_sync_is_not_begun_anew(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileStore([tmp_path])
+    store.create(NAME, SIZE)
+    num_calls = 0
+
+    def fdatasync(fd: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    with pytest.raises(StorageError, match="sync failed"):
+        Patience(60, retry_waits_s=(0.001,)).run("a checkpoint", 0, lambda: store.sync(NAME))
+    assert num_calls == 1
+
+
+def test_an_operation_is_given_its_time_once() -> None:
+    inner = Patience(0, retry_waits_s=(0.001, 0.001))
+    num_calls = 0
+
+    def fails() -> None:
+        nonlocal num_calls
+        num_calls += 1
+        raise StorageError(errno.EIO, "failed", "there")
+
+    with pytest.raises(StorageError, match="failed"):
+        Patience(60, retry_waits_s=(0.001,)).run("all", 0, lambda: inner.run("part", 0, fails))
+    assert num_calls == 3

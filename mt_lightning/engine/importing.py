@@ -13,6 +13,7 @@ from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.pages.table import Page, PageTable
+from mt_lightning.tiers.heap import give_back_heap
 from mt_lightning.tiers.store import Store
 
 
@@ -84,6 +85,8 @@ def import_weights(
             run.writer.close(page)
         run.binder.blank(page)
         imported.append(page)
+        # What the parameters held would else stay in the heap, beside the budget.
+        give_back_heap()
 
 
 def forget_weights(run: Runtime, build: Build, imported: list[Page]) -> None:
@@ -91,6 +94,7 @@ def forget_weights(run: Runtime, build: Build, imported: list[Page]) -> None:
     for page in build.table:
         run.binder.blank(page)
         imported.append(page)
+    give_back_heap()
 
 
 def give_back(run: Runtime, build: Build, parking: Parking, imported: list[Page]) -> None:
@@ -120,6 +124,7 @@ def give_birth(root: nn.Module, run: Runtime, build: Build, unborn: Container[in
         if any(id(p) in unborn for page in pages for p in build.members[page.index].params):
             with run.writer.writing(pages):
                 birth.give_birth(root, modules, unborn)
+            give_back_heap()
     rest = [(path, module) for path, module in root.named_modules() if id(module) not in inside]
     with run.writer.writing([build.table[index] for index in build.resident]):
         birth.give_birth(root, rest, unborn)

@@ -22,7 +22,7 @@ from mt_lightning.tiers.arena import Arena
 from mt_lightning.tiers.checkpoint_files import clean, folders_in, kept_bytes, shared_bytes
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.filesystem import free_bytes, is_memory, kind
-from mt_lightning.tiers.heap import return_freed_memory
+from mt_lightning.tiers.heap import keep_freed_memory
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.link import HostLink, Link
 from mt_lightning.tiers.lock import DirectoryLock
@@ -117,7 +117,7 @@ def open_machine(
     paths = [_path(directory) for directory in directories]
     if len(set(paths)) != len(paths):
         raise ConfigError(f"offload_dir={list(directories)}: a directory is named twice.")
-    return_freed_memory()
+    keep_freed_memory()
     fresh = [path for path in paths if not path.exists()]
     locks: list[DirectoryLock] = []
     try:

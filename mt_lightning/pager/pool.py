@@ -18,16 +18,15 @@ from collections.abc import Callable, Container
 
 from mt_lightning.errors import BudgetError
 from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.kept_heap import FRAMED, KeptHeap
 from mt_lightning.pager.replacement import NextUse, choose, choose_ahead, nothing_known
 from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.arena import Arena, Frame
+from mt_lightning.tiers.heap import OwnMemory, give_back_heap
 from mt_lightning.tiers.io import IOQueue, Ticket
 from mt_lightning.tiers.store import Store
 from mt_lightning.tiers.uninterrupted import uninterrupted
-
-_FRAMED = ("weights", "state", "input frames")
-"""What reservations of these purposes stand for lies in frames of the arena."""
 
 
 class PoolEntry:
@@ -86,6 +85,7 @@ class WeightPool:
     ) -> None:
         self._arena = arena
         self._budget = budget
+        self._heap = KeptHeap(budget, give_back_heap, OwnMemory().anonymous_bytes)
         self._io = io
         self._store = store
         self._stats = stats
@@ -112,6 +112,7 @@ class WeightPool:
             BudgetError: Everything else in RAM is in use and the page does not fit beside it.
         """
         entry = self._entries.get(page.index)
+        self._heap.check(self._arena.held_bytes)
         self._stats.pins += 1
         if entry is None:
             self._stats.faults += 1
@@ -207,8 +208,10 @@ class WeightPool:
     def reserve(self, nbytes: int, purpose: str, what: str) -> Reservation:
         """Make room and reserve."""
         self.make_room(nbytes, what)
-        self._trim(nbytes)
-        return self._budget.reserve(nbytes, purpose)
+        self._trim(nbytes, in_heap=purpose not in FRAMED)
+        reservation = self._budget.reserve(nbytes, purpose)
+        self._heap.took()
+        return reservation
 
     def copy_on_write(self, page: Page) -> PoolEntry:
         """Give `page` a fresh copy of its frame; the old one lives until its last view dies."""
@@ -335,10 +338,13 @@ class WeightPool:
                 reservation.free()
             self._orphans = alive
 
-    def _trim(self, nbytes: int) -> None:
-        """Unmap free frames that would push real memory above the limit."""
-        framed = sum(self._budget.by_purpose[purpose] for purpose in _FRAMED)
+    def _trim(self, nbytes: int, *, in_heap: bool = False) -> None:
+        """Give back free frames and free heap that would push real memory above the limit."""
+        framed = sum(self._budget.by_purpose[purpose] for purpose in FRAMED)
         idle = self._arena.held_bytes - framed
-        excess = idle - (self._budget.available_bytes - nbytes)
+        kept = self._heap.kept_bytes(nbytes if in_heap else 0)
+        excess = idle + kept - (self._budget.available_bytes - nbytes)
         if idle > 0 and excess > 0:
-            self._arena.trim(excess)
+            excess -= self._arena.trim(excess)
+        if kept and excess > 0:
+            self._heap.give_back()

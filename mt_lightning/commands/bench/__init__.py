@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
 from mt_lightning.commands.bench import adamw, prefetch
+from mt_lightning.commands.bench.io_command import add_io_parser, run_io
+from mt_lightning.commands.bench.machine_command import add_machine_parser, run_machine
 from mt_lightning.commands.bench.traces import GENERATORS, generate, load
 from mt_lightning.errors import ConfigError
 
@@ -29,6 +32,8 @@ def add_bench_parser(commands: Any) -> None:
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each (default: 15)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     _add_prefetch_parser(benches)
+    add_io_parser(benches)
+    add_machine_parser(benches)
 
 
 def _add_prefetch_parser(benches: Any) -> None:
@@ -61,7 +66,7 @@ def _add_prefetch_parser(benches: Any) -> None:
 
 def run_bench(options: argparse.Namespace) -> int:
     """Measure and print."""
-    return _run_adamw(options) if options.bench == "adamw" else _run_prefetch(options)
+    return _BENCHES[options.bench](options)
 
 
 def _run_adamw(options: argparse.Namespace) -> int:
@@ -99,3 +104,11 @@ def _run_prefetch(options: argparse.Namespace) -> int:
     else:
         Console().print(prefetch.comparison_table(results, options.depth))
     return 0
+
+
+_BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
+    "adamw": _run_adamw,
+    "prefetch": _run_prefetch,
+    "io": run_io,
+    "machine": run_machine,
+}

@@ -1,0 +1,118 @@
+"""`megatrain bench machine`: the rates that planning needs, kept in the machine profile."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+import torch
+from rich.progress import Progress
+from rich.table import Table
+
+from mt_lightning.commands.bench import adamw, io
+from mt_lightning.planning.profile import MachineProfile
+
+RAW = "raw"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_SIDE = 1536
+"""Rows and columns of the matrices: large enough that no more speed is to be had."""
+_NUM_ROUNDS = 5
+_GIB = 1 << 30
+
+
+def measure(
+    directories: Sequence[Path], io_bytes: int, num_params: int, progress: Progress
+) -> MachineProfile:
+    """Measure drives, memory, arithmetic and the update.
+
+    Args:
+        directories: Where drives are measured; nothing is left in them.
+        io_bytes: Bytes of each of two files in each directory.
+        num_params: Parameters of the update.
+        progress: Where to show how far it is.
+
+    Raises:
+        ConfigError: There is no such directory, or too little room in it.
+        StorageError: A drive failed.
+    """
+    drives = [
+        io.measure([directory], io_bytes, _NUM_ROUNDS, progress, with_fio=False)
+        for directory in directories
+    ]
+    threads = torch.get_num_threads()
+    speeds = adamw.measure(num_params, [threads], _NUM_ROUNDS, progress)
+    updates = {_form(speed.name): speed.params_per_s for speed in speeds}
+    fused = next(speed for speed in speeds if speed.name == adamw.FUSED)
+    memory_bytes_per_s = fused.params_per_s * fused.bytes_per_param / fused.share_of_roof
+    return MachineProfile(
+        measured_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        num_threads=threads,
+        memory_bytes_per_s=memory_bytes_per_s,
+        flops_per_s=measure_flops(progress),
+        update_params_per_s=updates,
+        drives=io.drive_rates([moved for drive in drives for moved in drive]),
+    )
+
+
+def measure_flops(progress: Progress) -> Mapping[str, float]:
+    """Return floating-point operations in a second of matrix products, by dtype."""
+    task = progress.add_task("arithmetic", total=len(DTYPES))
+    rates = {}
+    for name, dtype in DTYPES.items():
+        a, b = (torch.randn(_SIDE, _SIDE).to(dtype) for _ in range(2))
+        out = torch.empty(_SIDE, _SIDE, dtype=dtype)
+
+        def product(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
+            torch.mm(a, b, out=out)
+
+        rates[name] = 2 * _SIDE**3 / _median_s(product)
+        progress.advance(task)
+    return rates
+
+
+def _median_s(run: Callable[[], None]) -> float:
+    run()
+    times = []
+    for _ in range(_NUM_ROUNDS):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def _form(name: str) -> str:
+    """Return what a profile calls a form of state."""
+    return {adamw.FUSED: RAW}.get(name, name)
+
+
+def profile_table(profile: MachineProfile, path: Path) -> Table:
+    """Show a profile."""
+    table = Table(
+        title=f"{profile.host}, {profile.num_threads} threads",
+        title_justify="left",
+        title_style="bold",
+        caption=f"kept in {path}",
+        caption_justify="left",
+    )
+    for heading in ("what", "rate"):
+        table.add_column(heading, justify="left" if heading == "what" else "right")
+    if profile.memory_bytes_per_s is not None:
+        table.add_row("memory", f"{profile.memory_bytes_per_s / 1e9:.1f} GB/s", end_section=True)
+    for i, (dtype, rate) in enumerate(profile.flops_per_s.items(), 1):
+        last = i == len(profile.flops_per_s)
+        table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:.0f} GFLOP/s", end_section=last)
+    for i, (form, rate) in enumerate(profile.update_params_per_s.items(), 1):
+        last = i == len(profile.update_params_per_s)
+        table.add_row(f"AdamW, {form}", f"{rate / 1e9:.2f} G parameters/s", end_section=last)
+    for drive in profile.drives:
+        for verb, rate in (
+            ("reads", drive.read_bytes_per_s),
+            ("writes", drive.write_bytes_per_s),
+            ("reads beside writes", drive.mixed_read_bytes_per_s),
+            ("writes beside reads", drive.mixed_write_bytes_per_s),
+        ):
+            table.add_row(f"{drive.directory}: {verb}", f"{rate / 1e9:.2f} GB/s")
+    return table

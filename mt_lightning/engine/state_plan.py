@@ -22,6 +22,9 @@ _PROBE_NUMEL = 3
 class StatePlanner:
     """Lays out state planes; what a class keeps is found by one trial step per kind of parameter.
 
+    Pages of equal parameters, as the layers of a model have, share one layout: a model of a million
+    chunks would take minutes otherwise.
+
     Args:
         optimizers: The user's optimizers.
         codecs: How the state of each is kept.
@@ -38,6 +41,7 @@ class StatePlanner:
         self._codecs = codecs
         self._slice_bytes = slice_bytes
         self._probes: dict[Any, dict[str, Any]] = {}
+        self._made: dict[Any, StateLayout] = {}
 
     def lay_out(
         self,
@@ -57,19 +61,33 @@ class StatePlanner:
         if layout.optimizer is None:
             return StateLayout(True, (), (), 0)
         if packings:
-            return packed_state(layout, packings, self._slice_bytes)
-        state = self._plain(layout, self._optimizers[layout.optimizer], params, groups)
-        codec = self._codecs[layout.optimizer]
-        return state.coded(codec.longest) if codec.coded and state.plain_bytes else state
+            key = (_places(layout), tuple(packings))
+            if key not in self._made:
+                self._made[key] = packed_state(layout, packings, self._slice_bytes)
+            return self._made[key]
+        optimizer, codec = self._optimizers[layout.optimizer], self._codecs[layout.optimizer]
+        sliced = is_elementwise(optimizer) and all(spec.dense for spec in layout.params)
+        found = self._found(layout, optimizer, params, groups, sliced)
+        kept = tuple(
+            tuple((name, value.shape, value.dtype) for name, value in state.items())
+            for state in found
+        )
+        key = (_places(layout), layout.optimizer, kept)
+        if key not in self._made:
+            state = self._plain(layout, optimizer, found, sliced)
+            coded = codec.coded and state.plain_bytes
+            self._made[key] = state.coded(codec.longest) if coded else state
+        return self._made[key]
 
-    def _plain(
+    def _found(
         self,
         layout: PageLayout,
         optimizer: torch.optim.Optimizer,
         params: list[nn.Parameter],
         groups: list[int],
-    ) -> StateLayout:
-        sliced = is_elementwise(optimizer) and all(spec.dense for spec in layout.params)
+        sliced: bool,
+    ) -> list[dict[str, torch.Tensor]]:
+        """Return the tensors that the optimizer keeps for each parameter."""
         found: list[dict[str, torch.Tensor]] = []
         for param, group, spec in zip(params, groups, layout.params, strict=True):
             # Without dimensions a moment cannot be told from a step count.
@@ -96,6 +114,15 @@ class StatePlanner:
                     if isinstance(v, torch.Tensor) and v.dim() and v.numel()
                 }
             )
+        return found
+
+    def _plain(
+        self,
+        layout: PageLayout,
+        optimizer: torch.optim.Optimizer,
+        found: list[dict[str, torch.Tensor]],
+        sliced: bool,
+    ) -> StateLayout:
         if sliced and all(
             value.numel() in (spec.numel, _PROBE_NUMEL) and value.dtype == spec.dtype
             for spec, state in zip(layout.params, found, strict=True)
@@ -109,3 +136,8 @@ class StatePlanner:
                 f"parameters in page {layout.key}, which slices cannot follow."
             )
         return whole_state(layout, shapes, BLOCK_BYTES)
+
+
+def _places(layout: PageLayout) -> tuple[Any, ...]:
+    """Return all of a page that its state plane depends on: names do not matter."""
+    return tuple((p.shape, p.stride, p.dtype, p.offset) for p in layout.params)

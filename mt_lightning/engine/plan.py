@@ -267,7 +267,7 @@ def make_plan(
     kept_bytes = sum(build.table[p].state_layout.chunks[c].nbytes for p, c in kept)
     keeps_weights = lazy and room >= 0
     updated_bytes = sum(page.layout.nbytes for page in updated)
-    num_chunks = sum(bool(c.nbytes) for page in updated for c in page.state_layout.chunks)
+    num_chunks = sum(page.state_layout.num_kept for page in updated)
     state = sum(page.state_layout.plain_bytes for page in build.table)
     share = _CODED_SHARE if stream else 1.0
     # A pass finds what the turn before it left in RAM; the rest is read. At a turn, RAM also holds
@@ -335,7 +335,7 @@ def make_plan(
 def _longest_range(page: Page) -> int:
     """Bytes of gradients that pass through RAM at once on their way from or to disk."""
     if page.state_layout.sliced and page.state_layout.chunks:
-        return max(chunk.stop - chunk.start for chunk in page.state_layout.chunks)
+        return page.state_layout.longest_range_bytes
     return min(BLOCK_BYTES, page.layout.nbytes)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -44,12 +45,12 @@ class ParamSpec:
     offset: int
     span: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that the elements take inside the page."""
         return self.span * self.dtype.itemsize
@@ -108,7 +109,7 @@ class PageLayout:
         """The stem of the page's file names."""
         return f"p{self.index:05d}"
 
-    @property
+    @cached_property
     def used_bytes(self) -> int:
         """Bytes from the start of the plane to the end of the last parameter."""
         return max((spec.offset + spec.nbytes for spec in self.params), default=0)
@@ -118,7 +119,7 @@ class PageLayout:
         """Bytes of the weight plane, padded so that O_DIRECT accepts it."""
         return align_up(self.used_bytes + 1)
 
-    @property
+    @cached_property
     def grad_bytes(self) -> int:
         """Bytes of one gradient for every parameter, zero where frozen."""
         if self.optimizer is None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -110,7 +111,7 @@ class Chunk:
     pieces: tuple[tuple[int, int], ...]
     segments: tuple[Segment, ...]
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes of state in the chunk's frame."""
         return sum(length for _, length in self.pieces)
@@ -144,17 +145,27 @@ class StateLayout:
     formats: tuple[str, ...] = ()
     slots: tuple[tuple[int, int], ...] = ()
 
+    @cached_property
+    def longest_range_bytes(self) -> int:
+        """Bytes of the weight plane that the longest chunk covers."""
+        return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+
+    @cached_property
+    def num_kept(self) -> int:
+        """How many chunks hold state."""
+        return sum(bool(chunk.nbytes) for chunk in self.chunks)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the plane on disk."""
         return sum(length for _, length in self.slots) if self.slots else self.plain_bytes
 
-    @property
+    @cached_property
     def largest_chunk_bytes(self) -> int:
         """Bytes of the largest chunk's state in RAM."""
         return max((chunk.nbytes for chunk in self.chunks), default=0)
 
-    @property
+    @cached_property
     def largest_slot_bytes(self) -> int:
         """Bytes of the largest chunk's slot in a coded plane."""
         return max((length for _, length in self.slots), default=0)

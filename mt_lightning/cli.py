@@ -23,6 +23,7 @@ from mt_lightning.commands.bench import add_bench_parser, run_bench
 from mt_lightning.commands.doctor import diagnose
 from mt_lightning.commands.export import add_export_parser, run_export
 from mt_lightning.commands.finding import Status, findings_table
+from mt_lightning.commands.plan import add_plan_parser, run_plan
 from mt_lightning.commands.settings import (
     CONFIG_NAME,
     VERSION_BASE,
@@ -120,6 +121,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON instead of a table")
     add_bench_parser(commands)
     add_export_parser(commands)
+    add_plan_parser(commands)
     add_verify_parser(commands)
     return parser
 
@@ -137,6 +139,7 @@ _TOOLS: dict[str, Callable[[argparse.Namespace], int]] = {
     "doctor": _doctor,
     "bench": run_bench,
     "export": run_export,
+    "plan": run_plan,
     "verify": run_verify,
 }
 

@@ -35,7 +35,8 @@ from mt_lightning.tiers.watch import Watch
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
-_RAM_SHARE = 0.8
+RAM_SHARE = 0.8
+"""Of the memory that is free: the budget where none is given."""
 _DISK_MARGIN_BYTES = 1 << 30
 _RECORDS = ("commit.0", "commit.1")
 LAYOUT_NAME = "layout-{}.json"
@@ -277,7 +278,7 @@ def ram_limit_bytes(max_ram_gb: float | None) -> int:
         return int(max_ram_gb * GIB)
     free = psutil.virtual_memory().available
     cgroup = cgroup_free_bytes()
-    return int(_RAM_SHARE * (free if cgroup is None else min(free, cgroup)))
+    return int(RAM_SHARE * (free if cgroup is None else min(free, cgroup)))
 
 
 def max_disk_bytes(max_disk_gb: float | None) -> int | None:

@@ -1,0 +1,148 @@
+"""`megatrain plan`: what a run needs and how fast it would be, before anything is started."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from mt_lightning.commands.plan.machine import find
+from mt_lightning.commands.plan.model import find_model, worker_for
+from mt_lightning.commands.plan.tables import as_data, machine_data, show
+from mt_lightning.engine.options import Options
+from mt_lightning.errors import ConfigError
+from mt_lightning.planning.advice import Adviser
+from mt_lightning.planning.costs import Prices, costs_of
+from mt_lightning.planning.footprint import footprint
+from mt_lightning.planning.machines import DRIVES, MACHINES
+from mt_lightning.planning.planner import answer
+from mt_lightning.planning.training import OPTIMIZERS, PRECISIONS, Training
+
+_EXIT_DOES_NOT_FIT = 1
+_EPILOG = """\
+examples:
+  megatrain plan 8B --machine rtx4090
+  megatrain plan 100B --machine h200 --accumulate 16 --compression true --tokens 1e9
+  megatrain plan path/to/config.json --machine h100 --ram-gb 512 --drives 4xgen5
+  megatrain plan tiny --machine here
+"""
+
+
+def add_plan_parser(commands: Any) -> None:
+    """Add `plan` to the subparsers of the command line."""
+    parser = commands.add_parser(
+        "plan",
+        help="will it fit, how fast, how long; needs no weights",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "model", help="a size (8B, 100B, 30B-A3B), a Hugging Face config, or a model of conf/"
+    )
+    _add_machine(parser.add_argument_group("machine"))
+    _add_training(parser.add_argument_group("training"))
+    group = parser.add_argument_group("answers")
+    group.add_argument("--tokens", type=float, help="of the whole training, for days and costs")
+    group.add_argument("--price-per-hour", type=float, help="rent of the machine")
+    group.add_argument("--price-per-kwh", type=float, help="energy")
+    group.add_argument("--footprint", action="store_true", help="compare with training in memory")
+    group.add_argument("--no-advice", action="store_true", help="do not look for faster settings")
+    group.add_argument("--plot", type=Path, metavar="FILE", help="write curves (.png, .svg)")
+    group.add_argument("--json", action="store_true", help="print JSON instead of tables")
+
+
+def _add_machine(group: Any) -> None:
+    names = ", ".join(MACHINES)
+    group.add_argument(
+        "--machine",
+        default="here",
+        help=f"{names}; here: this one, as megatrain bench machine measured it; custom; or the "
+        "file of a profile (default: here)",
+    )
+    group.add_argument("--dir", nargs="+", default=[], help="with here: where pages would lie")
+    group.add_argument("--ram-gb", type=float, help="RAM in GiB")
+    group.add_argument("--device-gb", type=float, help="memory of the accelerator in GiB")
+    group.add_argument("--tflops", type=float, help="what matrix products reach")
+    group.add_argument("--link-gb-per-s", type=float, help="between host and device, each way")
+    group.add_argument("--drives", help=f"such as 4xgen5; kinds: {', '.join(DRIVES)}")
+    group.add_argument("--read-gb-per-s", type=float, help="of each drive")
+    group.add_argument("--write-gb-per-s", type=float, help="of each drive")
+    group.add_argument("--disk-tb", type=float, help="room on each drive")
+
+
+def _add_training(group: Any) -> None:
+    group.add_argument("--batch-size", type=int, default=1, help="sequences (default: 1)")
+    group.add_argument("--sequence-length", type=int, default=2048, help="(default: 2048)")
+    group.add_argument("--accumulate", type=int, default=1, help="micro-batches (default: 1)")
+    group.add_argument("--precision", default="bf16-mixed", help=", ".join(PRECISIONS))
+    group.add_argument("--optimizer", default="adamw", help=", ".join(OPTIMIZERS))
+    group.add_argument("--clip-norm", action="store_true", help="gradients are clipped by norm")
+    group.add_argument("--checkpoints", type=int, default=0, help="linked ones kept (default: 0)")
+    group.add_argument("--max-ram-gb", type=float)
+    group.add_argument("--max-disk-gb", type=float)
+    group.add_argument("--compression", default="false", help="false, lossless, true, a format")
+    group.add_argument("--layer-major", default="auto", help="auto, true, false")
+    group.add_argument("--recompute", default="auto", help="auto, true, false")
+    group.add_argument("--durability", default="auto", help="auto, step, checkpoint")
+    group.add_argument("--units", nargs="+", help="class names of modules that run as one piece")
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    """Plan and print; 1 where it does not fit."""
+    for name, value in vars(options).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}: give a finite number.")
+    training = _training(options)
+    prices = Prices(
+        tokens=options.tokens, per_hour=options.price_per_hour, per_kwh=options.price_per_kwh
+    )
+    machine = find(options)
+    model = find_model(options.model, None if options.units is None else tuple(options.units))
+    worker = worker_for(model)
+    found = answer(model, training, machine, worker)
+    best = costs = None
+    items = []
+    if found.fits:
+        if not options.no_advice:
+            best = Adviser(model, machine, worker).best(training)
+        costs = costs_of(found, prices)
+        items = footprint(found) if options.footprint else []
+    if options.json:
+        data = as_data(found, best, costs, items)
+        print(json.dumps({**data, "machine_rates": machine_data(machine)}, indent=2))
+    else:
+        show(Console(), found, best, costs, items)
+    if options.plot is not None:
+        from mt_lightning.commands.plan.plot import plot  # matplotlib is an extra
+
+        plot(options.plot, training, machine, found)
+    return 0 if found.fits else _EXIT_DOES_NOT_FIT
+
+
+def _training(options: argparse.Namespace) -> Training:
+    return Training(
+        batch_size=options.batch_size,
+        sequence_length=options.sequence_length,
+        accumulate_grad_batches=options.accumulate,
+        precision=options.precision,
+        optimizer=options.optimizer,
+        clips_norm=options.clip_norm,
+        num_checkpoints=options.checkpoints,
+        options=Options(
+            max_ram_gb=options.max_ram_gb,
+            max_disk_gb=options.max_disk_gb,
+            optimizer_compression=_word(options.compression),
+            layer_major=_word(options.layer_major),
+            recompute=_word(options.recompute),
+            durability=options.durability,
+            units=options.units,
+        ),
+    )
+
+
+def _word(text: str) -> Any:
+    return {"true": True, "false": False}.get(text.lower(), text)

@@ -1,0 +1,142 @@
+"""The model of `megatrain plan`: a size, a Hugging Face config, or a Hydra model; on meta."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import nn
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from mt_lightning.commands.plan.sizes import size_config
+from mt_lightning.commands.settings import CONFIG_NAME, VERSION_BASE, settings_directory
+from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.skeleton import build_skeleton
+from mt_lightning.planning.planner import Worker
+from mt_lightning.planning.tiers import Model
+from mt_lightning.planning.training import Training
+from mt_lightning.planning.work import ModelWork, count_work, estimate_work
+
+
+def find_model(name: str, units: tuple[str, ...] | None = None) -> Model:
+    """Build a model without weights.
+
+    Args:
+        name: A size ("100B"), a folder or file of a Hugging Face config, the name of a model in the
+            cache of the Hugging Face hub, or one of the models of `conf/model`.
+        units: Class names of modules that run as one piece; None: found by rule.
+
+    Raises:
+        ConfigError: There is no such model, or it cannot be built.
+    """
+    config = size_config(name)
+    if config is None:
+        config = _hub_config(name) if Path(name).exists() or "/" in name else None
+    root = _hydra_model(name) if config is None else _from_config(config)
+    return Model.of(name, root, units)
+
+
+def worker_for(model: Model) -> Worker:
+    """Return what counts the work of a model's micro-batches; each kind is counted once."""
+    known: dict[tuple[int, int, str], ModelWork] = {}
+
+    def work(training: Training) -> ModelWork:
+        key = (training.batch_size, training.sequence_length, training.precision)
+        if key not in known:
+            known[key] = _work(model, training)
+        return known[key]
+
+    return work
+
+
+def _work(model: Model, training: Training) -> ModelWork:
+    language = _language_model(model.root)
+    if language is None:
+        reason = "it is no language model of transformers: what its batches are is not known"
+        return estimate_work(model.units, training.tokens, reason)
+
+    def run(root: nn.Module) -> Any:
+        ids = torch.zeros(training.batch_size, training.sequence_length, dtype=torch.long)
+        return language(input_ids=ids, labels=ids, use_cache=False)
+
+    try:
+        return count_work(model.root, model.units, run, autocast=training.dtype == "bfloat16")
+    except Exception as error:  # models are of many kinds, and so is what they raise
+        said = str(error).partition("\n")[0][:120]
+        reason = f"it does not run without memory ({type(error).__name__}: {said})"
+        return estimate_work(model.units, training.tokens, reason)
+
+
+def _language_model(root: nn.Module) -> Callable[..., Any] | None:
+    found = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
+    return next((module for module in found if module.get_output_embeddings() is not None), None)
+
+
+def _hub_config(name: str) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        said = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"model={name!r}: no Hugging Face config can be read there: {said} Give a size such as "
+            "100B, or a folder that holds config.json."
+        ) from error
+
+
+def _from_config(config: PreTrainedConfig) -> nn.Module:
+    text = config.get_text_config()
+    layers = text.to_dict().get("num_hidden_layers", text.to_dict().get("num_layers"))
+    if not isinstance(layers, int) or layers < 1:
+        raise ConfigError(
+            f"the config of this {config.model_type or 'model'} has no layers "
+            f"(num_hidden_layers is {layers!r}). Give the config of a causal language model."
+        )
+    try:
+        root = build_skeleton(config, None)
+    except (ZeroDivisionError, IndexError, KeyError, NotImplementedError, OverflowError) as error:
+        raise ConfigError(f"no model can be built from the config: {error!r}.") from error
+    return _countable(root)
+
+
+def _countable(root: nn.Module) -> nn.Module:
+    """Let experts gather their weights: what the usual loop does depends on values."""
+    for module in root.modules():
+        if isinstance(module, PreTrainedModel):
+            try:
+                module.set_experts_implementation("batched_mm")
+            except (ValueError, AttributeError, TypeError):
+                break  # it has none, or one way only
+            break
+    return root
+
+
+def _hydra_model(name: str) -> nn.Module:
+    folder = settings_directory()
+    names = sorted(path.stem for path in (folder / "model").glob("*.yaml"))
+    if name not in names:
+        raise ConfigError(
+            f"model={name!r} is not known. Give a size such as 100B or 30B-A3B, a folder with a "
+            f"Hugging Face config.json, or one of {', '.join(names)}."
+        )
+    with initialize_config_dir(str(folder), version_base=VERSION_BASE):
+        settings = compose(CONFIG_NAME, overrides=[f"model={name}"])
+    settings.tokenizer = name  # whatever it is, it is not needed
+    missing = OmegaConf.is_missing(settings.model, "model")
+    inner = None if missing else settings.model.model
+    if inner is None or isinstance(inner, str):
+        if inner is None:
+            raise ConfigError(
+                f"model={name!r} needs the name of a model: give the folder of its config.json in "
+                "its place, or a size such as 135M."
+            )
+        return _from_config(_hub_config(inner))
+    with torch.device("meta"):
+        root = instantiate(inner, _convert_="all")
+    if not isinstance(root, nn.Module):
+        raise ConfigError(f"model={name!r} makes a {type(root).__name__}, not a module.")
+    return _countable(root)

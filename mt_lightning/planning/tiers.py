@@ -1,0 +1,256 @@
+"""What of a run lies where: device, RAM, page-locked RAM, disk. From the plan that runs take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from mt_lightning.engine.build import Build, build_pages
+from mt_lightning.engine.graphs.choice import Choice
+from mt_lightning.engine.importing import file_sizes
+from mt_lightning.engine.machine import RAM_SHARE
+from mt_lightning.engine.plan import Plan
+from mt_lightning.engine.plan_choice import choose_plan
+from mt_lightning.engine.units import Unit, find_units
+from mt_lightning.optim.codec import codec_for
+from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.planning.machines import GIB, Machine
+from mt_lightning.planning.training import Training
+from mt_lightning.planning.work import ModelWork
+
+_LOSS_CHUNK_BYTES = {True: 32 << 20, False: 256 << 20}
+"""Logits of a chunk of the loss, on a CPU and on an accelerator."""
+_LOSS_COPIES = 3
+_NUM_DEVICE_FRAMES = 2
+"""Units whose weights lie on the device: one at work, one on its way."""
+_DEVICE_SHARE = 0.92
+"""Of the device's memory; the rest is the driver's, the context's and lost to fragmentation."""
+_DISK_MARGIN_BYTES = GIB
+"""Left free on each drive."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model to plan for.
+
+    Attributes:
+        name: What it is called.
+        root: The module, on meta.
+        units: Its units.
+    """
+
+    name: str
+    root: nn.Module
+    units: list[Unit]
+
+    @classmethod
+    def of(cls, name: str, root: nn.Module, unit_names: tuple[str, ...] | None = None) -> Model:
+        """Find the units of a module."""
+        return cls(name, root, find_units(root, unit_names))
+
+    @property
+    def num_params(self) -> int:
+        """Parameters, tied ones counted once."""
+        return sum(p.numel() for p in self.root.parameters())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """Bytes of a run by tier; each dict maps an item to its bytes.
+
+    Attributes:
+        device: In the memory of the accelerator; empty where the host computes.
+        device_limit_bytes: What of it can be used.
+        ram: In RAM, as `max_ram_gb` counts it, at the peak.
+        ram_peak_bytes: Their sum.
+        ram_limit_bytes: The budget.
+        ram_beside_bytes: What the host needs beside the budget: live activations.
+        locked_bytes: Of RAM, what is page-locked for the accelerator.
+        disk: On the drives.
+        disk_limit_bytes: Room on them.
+        graph_bytes: Room for what units save for backward.
+        kept_graphs: Numbers of the units that need not run again in backward.
+    """
+
+    device: dict[str, int]
+    device_limit_bytes: int
+    ram: dict[str, int]
+    ram_limit_bytes: int
+    ram_beside_bytes: int
+    locked_bytes: int
+    disk: dict[str, int]
+    disk_limit_bytes: int
+    graph_bytes: int
+    kept_graphs: frozenset[int] = field(default=frozenset())
+
+    @property
+    def ram_peak_bytes(self) -> int:
+        """What the budget counts at the peak."""
+        return sum(self.ram.values())
+
+    @property
+    def device_bytes(self) -> int:
+        """What the device holds."""
+        return sum(self.device.values())
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the drives hold."""
+        return sum(self.disk.values())
+
+
+def ram_limit(training: Training, machine: Machine) -> int:
+    """Return the budget in bytes: what was given, or the share of RAM that the strategy takes."""
+    given = training.options.max_ram_gb
+    return int(RAM_SHARE * machine.ram_bytes) if given is None else int(given * GIB)
+
+
+def lay_out(model: Model, training: Training) -> Build:
+    """Lay out the pages, as a run would."""
+    optimizer = training.make_optimizer(model.root)
+    codec = codec_for(optimizer, training.options.optimizer_compression)
+    return build_pages(model.root, model.units, [optimizer], {}, BLOCK_BYTES, [codec])
+
+
+def place(build: Build, training: Training, machine: Machine) -> Plan:
+    """Decide what stays in RAM, as a run would.
+
+    Raises:
+        BudgetError: The RAM is too small.
+    """
+    micro_batches = training.accumulate_grad_batches
+    options = training.options
+    layer_major = False if options.recompute is False else options.layer_major
+    return choose_plan(
+        build,
+        options.durability,
+        ram_limit_bytes=ram_limit(training, machine),
+        directories=[drive.name for drive in machine.drives],
+        schedule=training.schedule,
+        micro_batches=micro_batches,
+        layer_major=layer_major if micro_batches != 1 else False,
+        trains=True,
+        in_memory=False,
+        recompute=options.recompute,
+    )
+
+
+def runs_layer_major(plan: Plan) -> bool:
+    """Return whether batches run unit by unit, once the first window has shown the same."""
+    return plan.order != "usual"
+
+
+def tiers_of(
+    build: Build, plan: Plan, work: ModelWork | None, training: Training, machine: Machine
+) -> Tiers:
+    """Count bytes by tier.
+
+    Args:
+        build: The pages.
+        plan: What stays in RAM.
+        work: What units save and receive; None where that is not known yet: then it counts nothing.
+        training: The settings.
+        machine: The machine.
+    """
+    units = work.units if work is not None else ()
+    live = max((w.live_bytes for w in units), default=0)
+    loss = _LOSS_COPIES * _LOSS_CHUNK_BYTES[machine.on_host] if work is not None else 0
+    micros = training.accumulate_grad_batches if runs_layer_major(plan) else 1
+    inputs = micros * sum(w.input_bytes for w in units)
+    device = {} if machine.on_host else _device(build, live + loss)
+    device_limit = 0 if machine.on_host else int(_DEVICE_SHARE * (machine.device.memory_bytes or 0))
+    graph_bytes = plan.graph_bytes
+    if not machine.on_host:
+        graph_bytes = max(0, device_limit - sum(device.values()))
+    kept = _kept(plan, work, graph_bytes, micros)
+    saved = sum(units[index].saved_bytes for index in kept) if units else 0
+    if not machine.on_host and saved:
+        device["what units save"] = saved
+    holds_grads = plan.schedule == "deferred" or training.accumulate_grad_batches > 1
+    ram = _ram(build, plan, inputs, saved * machine.on_host, holds_grads)
+    files = sum(file_sizes(build.table, plan).values()) - plan.spilled_bytes
+    spilled = max(0, inputs - plan.inputs_bytes)
+    disk = {
+        "weights, two slots": sum(
+            (1 if page.layout.optimizer is None else 2) * page.layout.nbytes for page in build.table
+        ),
+        "optimizer state, two slots": sum(2 * page.state.nbytes for page in build.table),
+        "spilled gradients": plan.spilled_bytes,
+        "inputs of units": spilled,
+        "checkpoints": training.num_checkpoints * files // 2,
+    }
+    return Tiers(
+        device=device,
+        device_limit_bytes=device_limit,
+        ram=ram,
+        ram_limit_bytes=plan.ram_limit_bytes,
+        ram_beside_bytes=live + loss if machine.on_host else 0,
+        locked_bytes=0 if machine.on_host else min(sum(ram.values()), 4 * _largest_unit(build)),
+        disk={item: nbytes for item, nbytes in disk.items() if nbytes},
+        disk_limit_bytes=sum(max(0, d.size_bytes - _DISK_MARGIN_BYTES) for d in machine.drives),
+        graph_bytes=graph_bytes,
+        kept_graphs=kept,
+    )
+
+
+def _largest_unit(build: Build) -> int:
+    return max(
+        (sum(build.table[i].layout.nbytes for i in unit.pages) for unit in build.units), default=0
+    )
+
+
+def _device(build: Build, live: int) -> dict[str, int]:
+    resident = sum(build.table[index].layout.nbytes for index in build.resident)
+    grads = max(
+        (sum(build.table[i].layout.grad_bytes for i in unit.pages) for unit in build.units),
+        default=0,
+    )
+    return {
+        "weights of two units": _NUM_DEVICE_FRAMES * _largest_unit(build) + resident,
+        "gradients of a unit": grads,
+        "activations of a unit, loss": live,
+    }
+
+
+def _kept(plan: Plan, work: ModelWork | None, room: int, micros: int) -> frozenset[int]:
+    """Return the units that keep what they save, by the policy that chooses them in a run."""
+    if work is None or plan.recompute is True:
+        return frozenset()
+    if plan.recompute is False:
+        return frozenset(range(len(work.units)))
+    choice, chosen = Choice(room), set[int]()
+    for _ in range(2):  # the first pass learns what units save, the second chooses
+        chosen = {unit for unit in work.order if choice.wants(unit, 1)}
+        for unit in work.order:
+            choice.saw(unit, micros * work.units[unit].saved_bytes)
+        choice.end_pass()
+    return frozenset(chosen)
+
+
+def _ram(build: Build, plan: Plan, inputs: int, saved: int, holds_grads: bool) -> dict[str, int]:
+    """Split what the budget counts at the peak; what does not fit is on disk."""
+    weights = sum(page.layout.nbytes for page in build.table)
+    grads = sum(p.layout.grad_bytes for p in build.table if p.index not in plan.spilled)
+    held = grads if holds_grads else 0
+    fixed = (
+        plan.num_ring * plan.ring_bytes
+        + plan.num_streams * plan.stream_bytes
+        + plan.num_staging * plan.staging_bytes
+        + plan.num_through * plan.through_bytes
+    )
+    at_work = plan.min_ram_bytes - fixed
+    rest = {
+        "frames that state streams through": fixed,
+        "the largest unit, with gradients": at_work,
+        "optimizer state": plan.cached_state_bytes,
+        "gradients": held,
+        "weights of further units": max(0, weights - at_work),
+        "inputs of units": inputs,
+        "what units save": saved,
+    }
+    left, taken = plan.ram_limit_bytes, {}
+    for item, nbytes in rest.items():
+        taken[item] = min(nbytes, left)
+        left -= taken[item]
+    return {item: nbytes for item, nbytes in taken.items() if nbytes}

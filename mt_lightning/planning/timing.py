@@ -1,0 +1,249 @@
+"""How long a step takes, and what it waits for.
+
+[Note: what overlaps] A step is a row of phases: forward and backward sweeps over the units, updates
+going along with the last backward, or with the first forward where they must wait. Within a phase
+the device computes, the link moves, the drives read and write, and the host updates, all at once; a
+phase takes as long as its busiest part. What cannot overlap comes on top: the update of the first
+unit, which backward reaches last and the next forward needs first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.plan import Plan
+from mt_lightning.pages.table import Page
+from mt_lightning.planning.machines import Machine
+from mt_lightning.planning.tiers import Tiers, runs_layer_major
+from mt_lightning.planning.training import Training
+from mt_lightning.planning.work import ModelWork, Work
+
+_UPDATE_BYTES = 12
+"""Of weight and gradient, moved through memory for each parameter that is updated."""
+_CODED_PARAMS_PER_S = 0.19e9
+"""Parameters whose lossless state a thread decodes, updates and encodes in a second, measured."""
+_CODING_THREADS = 1
+COMPUTE, UP, DOWN, DRIVES, UPDATE = "compute", "link up", "link down", "drives", "update"
+EXPOSED = "update of the first unit"
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of a step.
+
+    Attributes:
+        name: What happens.
+        times: How often in a step.
+        busy_s: Seconds that each part of the machine works, once.
+        exposed_s: Seconds that overlap with nothing.
+    """
+
+    name: str
+    times: int
+    busy_s: dict[str, float]
+    exposed_s: float = 0.0
+
+    @property
+    def bottleneck(self) -> str:
+        """The part that works longest."""
+        longest = max(self.busy_s, key=lambda part: self.busy_s[part])
+        if longest == COMPUTE and self.exposed_s > self.busy_s[COMPUTE]:
+            return EXPOSED
+        return longest
+
+    @property
+    def seconds(self) -> float:
+        """How long it takes, once."""
+        return max(max(self.busy_s.values()), self.busy_s[COMPUTE] + self.exposed_s)
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The time of a step.
+
+    Attributes:
+        phases: Its parts.
+        read_bytes: Read from the drives.
+        written_bytes: Written to the drives.
+        flops: Operations of the model; what runs again in backward does not count.
+        tokens: Tokens.
+    """
+
+    phases: tuple[Phase, ...]
+    read_bytes: float
+    written_bytes: float
+    flops: float
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return sum(phase.times * phase.seconds for phase in self.phases)
+
+    @property
+    def bottleneck(self) -> str:
+        """What most of the time is spent on."""
+        spent: Counter[str] = Counter()
+        for phase in self.phases:
+            spent[phase.bottleneck] += phase.times * phase.seconds  # type: ignore[assignment]
+        return spent.most_common(1)[0][0]
+
+    @property
+    def compute_share(self) -> float:
+        """Share of the time in which the device computes."""
+        busy = sum(phase.times * phase.busy_s[COMPUTE] for phase in self.phases)
+        return busy / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens in a second."""
+        return self.tokens / self.seconds
+
+    @property
+    def flops_per_s(self) -> float:
+        """Operations of the model in a second."""
+        return self.flops / self.seconds
+
+
+def time_of_step(
+    build: Build, plan: Plan, tiers: Tiers, work: ModelWork, training: Training, machine: Machine
+) -> StepTime:
+    """Model the time of a step.
+
+    Args:
+        build: The pages.
+        plan: What stays in RAM.
+        tiers: What lies where.
+        work: What units compute, for one micro-batch.
+        training: The settings.
+        machine: The rates.
+    """
+    layer_major = runs_layer_major(plan)
+    micros = training.accumulate_grad_batches
+    per_sweep, num_sweeps = (micros, 1) if layer_major else (1, micros)
+    read, written = plan.window_traffic if layer_major else plan.usual_traffic
+    device, dtype = machine.device, training.dtype
+    overhead = machine.unit_s * len(build.units)
+
+    def compute(pick: str, units: list[Work]) -> float:
+        back = "backward_" if pick == "backward" else ""
+        return per_sweep * sum(
+            device.seconds(
+                getattr(w, f"{back}flops"),
+                getattr(w, f"{back}moved_bytes"),
+                getattr(w, f"{back}num_ops"),
+                dtype,
+            )
+            for w in units
+        )
+
+    everything = [*work.units, work.outside]
+    again = [w for i, w in enumerate(work.units) if i not in tiers.kept_graphs]
+    forward_s = compute("forward", everything) + overhead
+    backward_s = compute("backward", everything) + compute("forward", again) + overhead
+
+    inputs = per_sweep * sum(w.input_bytes for w in work.units)
+    spilled_inputs = tiers.disk.get("inputs of units", 0)
+    grads = sum(page.layout.grad_bytes for page in build.table)
+    weights = 0 if machine.on_host else max(0, plan.weight_bytes - _cached_on_device(tiers))
+    crossing = 0 if machine.on_host else inputs
+    down = 0 if machine.on_host else grads
+    up_s = weights / device.up_bytes_per_s
+
+    # The plan counts pages; what updates and spills move is what sweeps do not.
+    swept = plan.sweep_bytes / 2
+    waits = plan.schedule == "deferred"
+    num_spills = num_sweeps - (not waits)
+    spills = plan.spilled_bytes * num_spills
+    update_read = max(0.0, read - plan.sweep_bytes * num_sweeps - spills)
+    update_written = max(0.0, written - spills)
+    spill = plan.spilled_bytes if num_spills else 0
+
+    def drives(read_bytes: float, written_bytes: float) -> float:
+        return machine.disk_seconds(read_bytes, written_bytes)
+
+    def forward(name: str, times: int, *, updates: bool = False) -> Phase:
+        busy = {
+            COMPUTE: forward_s,
+            UP: up_s,
+            DOWN: crossing / device.down_bytes_per_s,
+            DRIVES: drives(
+                swept + updates * (update_read + plan.spilled_bytes),
+                spilled_inputs + updates * update_written,
+            ),
+            UPDATE: updates * update_s,
+        }
+        return Phase(name, times, busy, first_s if updates else 0.0)
+
+    def backward(name: str, times: int, *, updates: bool = False, again: bool = False) -> Phase:
+        spilling = not updates and spill
+        busy = {
+            COMPUTE: backward_s,
+            UP: up_s + crossing / device.up_bytes_per_s,
+            DOWN: down / device.down_bytes_per_s,
+            DRIVES: drives(
+                swept
+                + spilled_inputs
+                + (plan.spilled_bytes if (updates or again) and spill else 0)
+                + updates * update_read,
+                spilling + updates * update_written,
+            ),
+            UPDATE: updates * update_s,
+        }
+        return Phase(name, times, busy, first_s if updates else 0.0)
+
+    updated = [page for page in build.table if page.layout.optimizer is not None]
+    update_s = sum(_update_s(page, plan, training, machine) for page in updated)
+    first = [page for page in updated if build.units and page.index in build.units[0].pages]
+    total = sum(page.layout.nbytes + page.state.nbytes for page in updated) or 1
+    first_s = 0.0
+    for page in first:
+        share = (page.layout.nbytes + page.state.nbytes) / total
+        io_s = drives(share * update_read, share * update_written)
+        first_s += max(io_s, _update_s(page, plan, training, machine))
+
+    if waits:
+        phases = [forward("forward with updates", 1, updates=True)]
+        phases += [forward("forward", num_sweeps - 1)] if num_sweeps > 1 else []
+        phases.append(backward("backward", 1))
+        phases += [backward("backward, adding", num_sweeps - 1, again=True)] * (num_sweeps > 1)
+    else:
+        phases = [forward("forward", num_sweeps)]
+        phases += [backward("backward", num_sweeps - 1, again=True)] * (num_sweeps > 1)
+        phases.append(backward("backward with updates", 1, updates=True))
+    moved_inputs = num_sweeps * spilled_inputs
+    return StepTime(
+        tuple(phases),
+        read + moved_inputs,
+        written + moved_inputs,
+        micros * work.flops,
+        training.tokens_per_step,
+    )
+
+
+def _cached_on_device(tiers: Tiers) -> int:
+    """Return the bytes of weights that stay on the device from one sweep to the next."""
+    left = tiers.device_limit_bytes - tiers.device_bytes
+    return max(0, left) if tiers.device else 0
+
+
+def _update_s(page: Page, plan: Plan, training: Training, machine: Machine) -> float:
+    """Return how long the host updates a page."""
+    numel = sum(spec.numel for spec in page.layout.params)
+    form = _form(training.options.optimizer_compression)
+    measured = machine.update_params_per_s.get(form)
+    if measured is not None and training.optimizer in ("adam", "adamw"):
+        return numel / measured
+    moved = _UPDATE_BYTES * numel + 2 * page.state_layout.plain_bytes
+    seconds = moved / machine.ram_bytes_per_s
+    if form == "lossless":
+        seconds = max(seconds, numel / (_CODING_THREADS * _CODED_PARAMS_PER_S))
+    return seconds
+
+
+def _form(compression: bool | str) -> str:
+    if compression is False:
+        return "raw"
+    return "dynamic" if compression is True else str(compression)

@@ -1,0 +1,114 @@
+"""`megatrain plan`: tables, JSON, exit codes, and what it says to bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from mt_lightning import cli
+
+SMALL = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 256,
+}  # fmt: skip
+
+
+@pytest.fixture
+def config(workplace: Path) -> Path:
+    LlamaConfig(**SMALL, architectures=["LlamaForCausalLM"]).save_pretrained(workplace / "model")
+    return workplace / "model"
+
+
+def test_json_has_what_the_table_shows(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", str(config), "--machine", "h100", "--sequence-length", "32"]
+    arguments += ["--accumulate", "2", "--tokens", "1e6", "--footprint"]
+    assert cli.main([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["fits"]
+    assert not data["measured"]
+    assert data["time"]["step_s"] > 0
+    assert data["best"]["exact"]["tokens_per_s"] > 0
+    assert data["costs"]["days"] > 0
+    assert [item["name"] for item in data["footprint"]][-1] == "sum"
+    assert cli.main(arguments) == 0
+    shown = capsys.readouterr().out
+    for text in ("max_ram_gb", "tokens per second", "modelled from data sheets", "optimizer state"):
+        assert text in shown
+
+
+def test_what_does_not_fit_ends_with_1_and_a_way_out(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", str(config), "--machine", "rtx4090", "--max-ram-gb", "0.001"]
+    assert cli.main(arguments) == 1
+    shown = capsys.readouterr().out
+    assert "does not fit" in shown
+    assert "cheapest change: set max_ram_gb=" in shown
+    assert cli.main([*arguments, "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["remedy"].startswith("set max_ram_gb=")
+
+
+def test_a_plot_is_written(config: Path, workplace: Path) -> None:
+    pytest.importorskip("matplotlib")
+    arguments = ["plan", str(config), "--machine", "h100", "--sequence-length", "32"]
+    assert cli.main([*arguments, "--no-advice", "--plot", "curves.png"]) == 0
+    assert (workplace / "curves.png").stat().st_size > 1000
+    assert cli.main([*arguments, "--no-advice", "--plot", "curves.nope"]) == 2
+    assert cli.main([*arguments, "--no-advice", "--plot", "nowhere/curves.png"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["100B", "--machine", "abacus"], "machine 'abacus' is not known"),
+        (["100B"], "no machine profile"),
+        (["nothing"], "is not known"),
+        (["7XB", "--machine", "h100"], "is not known"),
+        (["0.01M", "--machine", "h100"], "between 1M and 5T"),
+        (["9B-A1B", "--machine", "h100"], "of models with experts"),
+        (["no/such/folder", "--machine", "h100"], "no Hugging Face config"),
+        (["hf", "--machine", "h100"], "needs the name of a model"),
+        (["8B", "--machine", "h100", "--batch-size", "-1"], "batch_size=-1"),
+        (["8B", "--machine", "h100", "--ram-gb", "-3"], "must be above 0"),
+        (["8B", "--machine", "h100", "--tflops", "nan"], "finite"),
+        (["8B", "--machine", "h100", "--max-ram-gb", "-3"], "max_ram_gb=-3.0"),
+        (["8B", "--machine", "h100", "--compression", "zip"], "optimizer_compression='zip'"),
+        (["8B", "--machine", "h100", "--dir", "here"], "--dir goes with"),
+        (["8B", "--machine", "custom"], "needs numbers"),
+        (["8B", "--machine", "h100", "--units", "Nope"], "no module of class Nope"),
+        (["8B", "--machine", "h100", "--tokens", "-1"], "tokens=-1"),
+        (
+            ["8B", "--machine", "h100", "--optimizer", "sgd", "--compression", "true"],
+            "packs the state",
+        ),
+    ],
+)
+def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if arguments == ["nothing"]:
+        arguments = [*arguments, "--machine", "h100"]
+    assert cli.main(["plan", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": 0}, "no layers"),
+        ({"hidden_size": -64}, "no model can be built"),
+        ({"num_attention_heads": 0}, "no Hugging Face config"),
+        ({"model_type": "cat"}, "no Hugging Face config"),
+        ({"architectures": ["NoSuchModel"]}, "does not have"),
+    ],
+)
+def test_configs_that_make_no_model(
+    config: Path, changes: dict, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = config / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert cli.main(["plan", str(config), "--machine", "h100"]) == 2
+    assert said in capsys.readouterr().err
+    path.write_text("{not json")
+    assert cli.main(["plan", str(config), "--machine", "h100"]) == 2

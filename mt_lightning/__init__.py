@@ -26,7 +26,13 @@ from mt_lightning.strategy import MegaTrainStrategy, grad_norm
 
 if TYPE_CHECKING:
     from mt_lightning.callbacks import AccessRecorder, PagingMonitor, PagingReport
-    from mt_lightning.huggingface import CausalLMModule, TextDataModule
+    from mt_lightning.huggingface import (
+        CausalLMModule,
+        TextDataModule,
+        Trainer,
+        from_pretrained,
+        init,
+    )
 
 __version__ = "0.1.0"
 
@@ -46,8 +52,11 @@ __all__ = [
     "StepError",
     "StorageError",
     "TextDataModule",
+    "Trainer",
     "chunked_loss",
+    "from_pretrained",
     "grad_norm",
+    "init",
 ]
 
 # Imported on first use: transformers takes a second that users of the strategy alone need not wait.
@@ -57,6 +66,9 @@ _LAZY = {
     "PagingMonitor": "mt_lightning.callbacks",
     "PagingReport": "mt_lightning.callbacks",
     "TextDataModule": "mt_lightning.huggingface",
+    "Trainer": "mt_lightning.huggingface",
+    "from_pretrained": "mt_lightning.huggingface",
+    "init": "mt_lightning.huggingface",
 }
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -19,10 +20,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from mt_lightning.errors import ConfigError
+from mt_lightning.errors import ConfigError, MegaTrainError
 from mt_lightning.huggingface.byte_tokenizer import byte_tokenizer
 from mt_lightning.huggingface.cache import cache_directory
 from mt_lightning.huggingface.convert import convert_gguf
+from mt_lightning.huggingface.streamed import streaming
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,35 @@ def load_model(
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=_as_dtype(dtype))
     except (OSError, ValueError) as error:
+        raise ConfigError(_cannot_load("model", name_or_path, error)) from error
+
+
+def from_pretrained(
+    name_or_path: str | os.PathLike[str], *, kind: Any = AutoModelForCausalLM, **settings: Any
+) -> PreTrainedModel:
+    """Load a model as transformers does, with one tensor in RAM at a time.
+
+    `kind.from_pretrained` does the same once `mt.init` was called; this one does it in any case.
+
+    Args:
+        name_or_path: A folder, a name on the Hugging Face hub, or "smollm2".
+        kind: The class that loads: an `AutoModelFor...`, or that of the model.
+        **settings: Those of `from_pretrained` of transformers, such as `dtype`.
+
+    Returns:
+        The model. Its weights are private mappings of files: they can be read and written.
+
+    Raises:
+        ConfigError: The name, the folder or a needed package is missing.
+        StorageError: A weight cannot be written to the drive.
+    """
+    source = _resolve(name_or_path, None)
+    try:
+        with streaming():
+            return kind.from_pretrained(source, **settings)
+    except (OSError, ValueError) as error:
+        if isinstance(error, MegaTrainError):
+            raise
         raise ConfigError(_cannot_load("model", name_or_path, error)) from error
 
 

@@ -12,6 +12,7 @@ and nothing is left on the drive when the last tensor is gone. A Trainer moves t
 from __future__ import annotations
 
 import contextlib
+import importlib
 import inspect
 import logging
 import os
@@ -27,6 +28,7 @@ import transformers
 from torch import nn
 
 from mt_lightning.errors import StorageError
+from mt_lightning.export.weights import bytes_of
 from mt_lightning.huggingface.mapped_files import is_file_backed
 from mt_lightning.pages.sizes import ALIGN_BYTES, align_up
 from mt_lightning.tiers.mapping import PrivateMapping
@@ -35,9 +37,6 @@ log = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 1 << 16
 """Smaller tensors stay in RAM: a mapping costs as much."""
-
-_SET = ("model", "target_name", "param_value", "loading_info", "hf_quantizer")
-_SPAWN = ("thread_pool", "tensor")
 
 
 class WeightFile:
@@ -60,7 +59,7 @@ class WeightFile:
             StorageError: The drive is full or cannot be written to.
         """
         flat = tensor.detach().contiguous()
-        data = memoryview(flat.view(-1).view(torch.uint8).numpy())
+        data = bytes_of(flat)
         try:
             with self._lock:
                 fd = self._open()
@@ -100,6 +99,7 @@ class _Streaming:
         self.directory: str | None = None
         self.file: WeightFile | None = None
         self.originals: dict[str, Any] = {}
+        """Functions of transformers by name."""
 
 
 _now = _Streaming()
@@ -124,29 +124,17 @@ def enable(directories: Sequence[str] | None) -> None:
             stacklevel=3,
         )
         return
-    from transformers import core_model_loading as loading
-    from transformers import modeling_utils as modeling
-
-    _now.originals = {
-        "set_param_for_module": loading.set_param_for_module,
-        "spawn_materialize": loading.spawn_materialize,
-        "convert": modeling.convert_and_load_state_dict_in_model,
-    }
-    loading.set_param_for_module = _set_param
-    loading.spawn_materialize = _spawn
-    modeling.convert_and_load_state_dict_in_model = _convert
+    for (module, name), (replacement, _) in _HOOKS.items():
+        target = importlib.import_module(module)
+        _now.originals[name] = getattr(target, name)
+        setattr(target, name, replacement)
 
 
 def disable() -> None:
     """Load as transformers does."""
-    if _now.originals:
-        from transformers import core_model_loading as loading
-        from transformers import modeling_utils as modeling
-
-        loading.set_param_for_module = _now.originals["set_param_for_module"]
-        loading.spawn_materialize = _now.originals["spawn_materialize"]
-        modeling.convert_and_load_state_dict_in_model = _now.originals["convert"]
-        _now.originals = {}
+    for module, name in _HOOKS:
+        if name in _now.originals:
+            setattr(importlib.import_module(module), name, _now.originals.pop(name))
 
 
 @contextlib.contextmanager
@@ -165,17 +153,11 @@ def streaming(directories: Sequence[str] | None = None) -> Iterator[None]:
 
 def _why_unknown() -> str | None:
     """Return what differs from the transformers that is known, None where nothing does."""
-    try:
-        from transformers import core_model_loading as loading
-        from transformers import modeling_utils as modeling
-    except ImportError as error:
-        return str(error)
-    for module, name, expected in (
-        (loading, "set_param_for_module", _SET),
-        (loading, "spawn_materialize", _SPAWN),
-        (modeling, "convert_and_load_state_dict_in_model", ("model", "state_dict")),
-    ):
-        function = getattr(module, name, None)
+    for (module, name), (_, expected) in _HOOKS.items():
+        try:
+            function = getattr(importlib.import_module(module), name, None)
+        except ImportError as error:
+            return str(error)
         if not callable(function):
             return f"there is no {name}"
         found = tuple(inspect.signature(function).parameters)
@@ -192,7 +174,7 @@ def _convert(*args: Any, **kwargs: Any) -> Any:
     """Load the weights of a model into a file of its own."""
     outer, _now.file = _now.file, WeightFile(_now.directory or os.getcwd())
     try:
-        return _original("convert")(*args, **kwargs)
+        return _original("convert_and_load_state_dict_in_model")(*args, **kwargs)
     finally:
         _now.file.close()
         _now.file = outer
@@ -213,6 +195,20 @@ def _set_param(
             held = nn.Parameter(held, requires_grad=param_value.requires_grad)
         param_value = held
     _original("set_param_for_module")(model, target_name, param_value, *args, **kwargs)
+
+
+_HOOKS: dict[tuple[str, str], tuple[Any, tuple[str, ...]]] = {
+    ("transformers.core_model_loading", "set_param_for_module"): (
+        _set_param,
+        ("model", "target_name", "param_value", "loading_info", "hf_quantizer"),
+    ),
+    ("transformers.core_model_loading", "spawn_materialize"): (_spawn, ("thread_pool", "tensor")),
+    ("transformers.modeling_utils", "convert_and_load_state_dict_in_model"): (
+        _convert,
+        ("model", "state_dict"),
+    ),
+}
+"""Functions of transformers that ours take the place of, and the parameters that theirs have."""
 
 
 def _is_plain(tensor: Any) -> bool:

@@ -83,7 +83,7 @@ class LoaderMaker:
         loader = self._loader("train_dataset", dataset, args.train_batch_size, sampler)
         if sampler is not None and len(loader) == 0:
             raise ConfigError(
-                f"train_dataset has {len(dataset)} samples, fewer than a batch of "
+                f"train_dataset has {num_samples(dataset)} samples, fewer than a batch of "
                 f"{args.train_batch_size}, and dataloader_drop_last=True drops them. Set it to "
                 "False, or a smaller per_device_train_batch_size."
             )
@@ -193,6 +193,7 @@ class SeededSampler(RandomSampler):
     @override
     def __iter__(self) -> Iterator[int]:
         """Yield every index once."""
+        assert self.generator is not None
         self.generator.manual_seed(self._seed + self._epoch)
         yield from super().__iter__()
 

@@ -56,6 +56,7 @@ class Evaluation(Callback):
         """Called with the metrics of an evaluation in a fit."""
         self.metrics: Metrics = {}
         self.results: list[Collected] = []
+        self._num_finished = 0
 
     @property
     def keeps_predictions(self) -> bool:
@@ -70,6 +71,7 @@ class Evaluation(Callback):
             not self.logs and args.prediction_loss_only
         )
         self.metrics = {}
+        self._num_finished = 0
         self.results = [
             Collected(args, self._compute, self._room_bytes, batched=self._is_batched, loader=each)
             for each in loaders
@@ -85,22 +87,27 @@ class Evaluation(Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Take what a batch gave."""
+        """Take what a batch gave; the first of a dataset ends those before it."""
+        self._finish(dataloader_idx)
         self.results[dataloader_idx].add(outputs, batch)
         self._flow.handler.eval_dataloader = _as_list(trainer.val_dataloaders)[dataloader_idx]
         self._flow.call("on_prediction_step")
 
     def on_validation_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
         """Compute metrics, log them and tell the callbacks."""
-        for prefix, result in zip(self.prefixes, self.results, strict=True):
-            metrics = result.finish(prefix)
+        self._finish(len(self.results))
+        fits = trainer.state.fn == "fit"
+        if fits and self.after is not None:
+            self.after(trainer, self.metrics)
+
+    def _finish(self, num_datasets: int) -> None:
+        for index in range(self._num_finished, num_datasets):
+            metrics = self.results[index].finish(self.prefixes[index])
             if self.logs:
                 self._flow.log(dict(metrics))
                 self._flow.call("on_evaluate", metrics=metrics)
             self.metrics |= metrics
-        fits = trainer.state.fn == "fit"
-        if fits and self.after is not None:
-            self.after(trainer, self.metrics)
+        self._num_finished = max(self._num_finished, num_datasets)
 
     @property
     def _is_batched(self) -> bool:
@@ -142,9 +149,14 @@ class Collected:
         self._losses: list[Tensor] = []
         self._sizes: list[int] = []
         whole = getattr(args, "eval_do_concat_batches", True)
-        self.predictions = EvalLoopContainer(whole, padding_index=-100)
-        self.labels = EvalLoopContainer(whole, padding_index=-100)
-        self._inputs = EvalLoopContainer(whole, padding_index=-100)
+        self._kept = {
+            name: EvalLoopContainer(whole, padding_index=-100)
+            for name in ("predictions", "labels", "inputs")
+        }
+        self.predictions: Any = None
+        """Those of all samples, once it is finished."""
+        self.labels: Any = None
+        """Those of all samples, once it is finished."""
         self._held: EvalPrediction | None = None
 
     @property
@@ -168,25 +180,22 @@ class Collected:
             losses = outputs["loss"].repeat(self._sizes[-1]) if "loss" in outputs else None
             self._held = EvalPrediction(
                 predictions=outputs["predictions"],
-                label_ids=outputs.get("labels"),
+                label_ids=outputs["labels"],
                 inputs=batch if "inputs" in self._args.include_for_metrics else None,
                 losses=losses if "loss" in self._args.include_for_metrics else None,
             )
             return
         if len(self._sizes) == 1:
             self._check_room(outputs)
-        self.predictions.add(outputs["predictions"])
-        if outputs.get("labels") is not None:
-            self.labels.add(outputs["labels"])
-        if outputs.get("inputs") is not None:
-            self._inputs.add(outputs["inputs"])
+        for name, kept in self._kept.items():
+            if outputs.get(name) is not None:
+                kept.add(outputs[name])
 
     def finish(self, prefix: str) -> Metrics:
         """Return the metrics of all batches, under names that begin with `prefix_`."""
-        self.predictions, self.labels = (
-            each.get_arrays() for each in (self.predictions, self.labels)
-        )
-        inputs, metrics = self._inputs.get_arrays(), {}
+        arrays: dict[str, Any] = {name: kept.get_arrays() for name, kept in self._kept.items()}
+        self.predictions, self.labels = arrays["predictions"], arrays["labels"]
+        metrics: Any = {}
         if self._batched:
             metrics = self._run_held(last=True)
         elif self._compute is not None and self.predictions is not None and self.labels is not None:
@@ -196,7 +205,7 @@ class Collected:
                 EvalPrediction(
                     predictions=self.predictions,
                     label_ids=self.labels,
-                    inputs=inputs if "inputs" in wanted else None,
+                    inputs=arrays["inputs"] if "inputs" in wanted else None,
                     losses=losses if "loss" in wanted else None,
                 )
             )

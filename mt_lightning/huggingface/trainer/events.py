@@ -70,7 +70,7 @@ class FitEvents(Callback):
         self._global_step = self.num_before = trainer.global_step
 
     def _begin(self, trainer: LightningTrainer) -> None:
-        handler = self._flow.handler
+        handler: Any = self._flow.handler
         handler.optimizer = trainer.optimizers[0]
         handler.lr_scheduler = trainer.lr_scheduler_configs[0].scheduler
         handler.train_dataloader = trainer.train_dataloader
@@ -138,6 +138,10 @@ class FitEvents(Callback):
         if flow.control.should_save:
             self._save_now(trainer)
 
+    def is_evaluation_due(self, data_fetcher: object) -> bool:
+        """Return whether a callback wants an evaluation; takes the place of Lightning's rule."""
+        return self.evaluation_due
+
     def take_total(self) -> float:
         """Return the sum of the losses of all steps of this fit."""
         total, self.total_loss = self.total_loss + self._module.unlogged_loss, 0.0
@@ -168,12 +172,12 @@ class FitEvents(Callback):
 
     def _count(self, batch: Mapping[str, Any]) -> None:
         state, args, model = self._flow.state, self._flow.args, self._module.model
-        tokens = batch.get(str(getattr(model, "main_input_name", "input_ids")))
+        tokens: Any = batch.get(str(getattr(model, "main_input_name", "input_ids")))
         if not isinstance(tokens, Tensor):
             return
         if self._num_weights is None:
             count = getattr(model, "num_parameters", None)
-            self._num_weights = 0 if count is None else count(exclude_embeddings=True)
+            self._num_weights = 0 if count is None else int(count(exclude_embeddings=True))
         state.total_flos += 6.0 * tokens.numel() * self._num_weights
         kind, mask = args.include_num_input_tokens_seen, batch.get("attention_mask")
         if kind == "non_padding" and isinstance(mask, Tensor):

@@ -16,7 +16,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, ExportableState
 
 from mt_lightning.errors import ConfigError

@@ -24,7 +24,12 @@ from transformers import (
 )
 from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase
-from transformers.trainer_utils import PredictionOutput, TrainOutput, speed_metrics
+from transformers.trainer_utils import (
+    IntervalStrategy,
+    PredictionOutput,
+    TrainOutput,
+    speed_metrics,
+)
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.session import new_strategy, refuse_unknown
@@ -106,9 +111,10 @@ class Trainer:
         for name, dataset in _named(train_dataset, eval_dataset):
             check_dataset(name, dataset)
         if self.args.eval_strategy != "no" and eval_dataset is None:
+            strategy = IntervalStrategy(self.args.eval_strategy).value
             raise ConfigError(
-                f"eval_strategy={str(self.args.eval_strategy.value)!r}, and there is no "
-                "eval_dataset. Give one, or set eval_strategy='no'."
+                f"eval_strategy={strategy!r}, and there is no eval_dataset. Give one, or set "
+                "eval_strategy='no'."
             )
         check_model(model)
         seed = enable_full_determinism if self.args.full_determinism else set_seed
@@ -220,7 +226,7 @@ class Trainer:
         assert self._evaluation is not None
         self._evaluation.after = events.evaluated
         # Evaluated when a callback says so, at the place where Lightning would decide.
-        trainer.fit_loop.epoch_loop._should_check_val_fx = lambda _: events.evaluation_due
+        trainer.fit_loop.epoch_loop._should_check_val_fx = events.is_evaluation_due
         self.model.train()
         started_s = time.time()
         trainer.fit(

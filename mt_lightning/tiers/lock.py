@@ -15,13 +15,14 @@ from mt_lightning.errors import ConfigError, StorageError
 # and closing *any* descriptor of the file drops the lock. So this set is asked before opening.
 # It maps to the pid because a forked child inherits the set but not the locks.
 _held: dict[str, int] = {}
-_held_lock = threading.Lock()
+# Re-entrant: the garbage collector may end a forgotten run anywhere, also between these lines.
+_held_lock = threading.RLock()
 
 
 def held_directories() -> list[Path]:
     """Return the directories that this process has locked."""
     with _held_lock:
-        return [Path(key) for key, pid in _held.items() if pid == os.getpid()]
+        return [Path(key) for key, pid in list(_held.items()) if pid == os.getpid()]
 
 
 class DirectoryLock:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mt_lightning.errors import ConfigError
-from mt_lightning.tiers.lock import DirectoryLock
+from mt_lightning.tiers.lock import DirectoryLock, held_directories
 
 HOLD = """
 import sys
@@ -53,3 +54,21 @@ def test_same_process_is_refused_too(tmp_path: Path) -> None:
     first.release()
     second.acquire()
     second.release()
+
+
+def test_a_run_may_be_collected_while_another_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What the garbage collector ends gives its lock back, in whatever thread and line that is.
+    forgotten, begun = DirectoryLock(tmp_path / "forgotten"), DirectoryLock(tmp_path / "begun")
+    forgotten.acquire()
+    name = socket.gethostname()
+
+    def collect() -> str:
+        forgotten.release()
+        return name
+
+    monkeypatch.setattr(socket, "gethostname", collect)
+    begun.acquire()
+    assert held_directories() == [tmp_path / "begun"]
+    begun.release()

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from mt_lightning.tiers.filesystem import is_memory
 
+from ..forked.process import run
 from .cases import gpt_case
 from .simulator import Simulator
 
-ROOT = Path(__file__).parents[2]
 SIZES = {"width": 512, "num_layers": 3, "vocab": 1024}
 NUM_STEPS = 3
 
@@ -29,16 +27,12 @@ def test_the_kernel_counts_the_same(deferred: bool, tmp_path: Path) -> None:
     pages_bytes = sum(unit.weight_bytes + unit.state_bytes for unit in case.units)
     assert pages_bytes >= 100e6
     settings = {"budget_bytes": case.budget_bytes, "num_steps": NUM_STEPS, **mode}
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.bytes.process_run", str(tmp_path), json.dumps(settings)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    done = run(
+        ["-m", "tests.bytes.process_run", str(tmp_path), json.dumps(settings)],
+        output=tmp_path / "output.txt",
     )
-    assert process.returncode == 0, process.stderr
-    found = json.loads(process.stdout.splitlines()[-1])
+    assert done.returncode == 0, done.output
+    found = json.loads(done.output.splitlines()[-1])
     predicted = list(Simulator(case).run(NUM_STEPS))
     for which, name in enumerate(("read", "written")):
         moved = {

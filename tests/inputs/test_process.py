@@ -17,6 +17,7 @@ def _train(directory: Path, num_layers: int, num_batches: int) -> Measurement:
         "tests.inputs.long_run",
         *("--layers", str(num_layers), "--batches", str(num_batches)),
         *("--max-ram-gb", str(MAX_RAM_GB), "--directory", str(directory)),
+        imported=True,
     )
     assert measured.result["ram_peak_bytes"] <= MAX_RAM_GB * GIB
     assert measured.result["inputs_bytes"] >= 2 * num_batches * (num_layers - 1) * INPUT_BYTES

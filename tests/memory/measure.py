@@ -1,4 +1,4 @@
-"""Peak memory of a script in a fresh process, measured from outside every 10 ms.
+"""Peak memory of a script in a process of its own, measured from outside every 10 ms.
 
 Anonymous memory is RssAnon + RssShmem: what the process cannot give back without swapping. File
 memory (RssFile) is counted apart. Children are included. Phases of the script are told apart by the
@@ -16,6 +16,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from ..forked.process import Process
 
 ROOT = Path(__file__).parents[2]
 INTERVAL_S = 0.01
@@ -124,15 +126,16 @@ def run_measured(
     module: str,
     *arguments: str,
     timeout_s: float = 900.0,
-    environment: dict[str, str] | None = None,
+    imported: bool = False,
 ) -> Measurement:
-    """Run `python -m module arguments` in a fresh process and measure it.
+    """Run `python -m module arguments` in a process of its own and measure it.
 
     Args:
         module: Dotted name, importable from the root of the repository.
         arguments: Command line of the script.
         timeout_s: The script is killed after this time.
-        environment: Added to that of this process.
+        imported: Fork the process from one that has imported everything: its anonymous memory is
+            then what it would be after the imports, and it starts in no time.
 
     Raises:
         AssertionError: if the script fails; the message ends with what it wrote.
@@ -140,20 +143,25 @@ def run_measured(
     with tempfile.TemporaryDirectory() as directory:
         marks, result = Path(directory, "marks"), Path(directory, "result")
         output = Path(directory, "output")
-        command = [sys.executable, "-m", module, *arguments]
+        words = ["-m", module, *arguments]
         settings = {_MARKS_VARIABLE: str(marks), _RESULT_VARIABLE: str(result)}
-        with output.open("w") as stream:
-            process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**os.environ, **settings, **(environment or {})},
-                stdout=stream,
-                stderr=subprocess.STDOUT,
-            )
+        environment = {**os.environ, **settings}
+        if imported:
+            process = Process(words, output=output, environment=environment)
             samples = _sample_until_exit(process, timeout_s)
+        else:
+            with output.open("w") as stream:
+                process = subprocess.Popen(
+                    [sys.executable, *words],
+                    cwd=ROOT,
+                    env=environment,
+                    stdout=stream,
+                    stderr=subprocess.STDOUT,
+                )
+                samples = _sample_until_exit(process, timeout_s)
         if process.returncode != 0:
             tail = output.read_text()[-4000:]
-            raise AssertionError(f"{' '.join(command)} exited with {process.returncode}:\n{tail}")
+            raise AssertionError(f"{' '.join(words)} exited with {process.returncode}:\n{tail}")
         lines = marks.read_text().splitlines() if marks.exists() else []
         return Measurement(
             samples=samples,
@@ -162,7 +170,7 @@ def run_measured(
         )
 
 
-def _sample_until_exit(process: subprocess.Popen, timeout_s: float) -> list[Sample]:
+def _sample_until_exit(process: subprocess.Popen | Process, timeout_s: float) -> list[Sample]:
     samples = []
     deadline = time.monotonic() + timeout_s
     next_time = time.monotonic()

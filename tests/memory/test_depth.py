@@ -41,4 +41,5 @@ def _train(num_layers: int, directory: Path) -> Measurement:
         *LAYER,
         *("--layers", str(num_layers), "--tokens", str(NUM_TOKENS), "--steps", "2"),
         *("--max-ram-gb", str(MAX_RAM_GB), "--directory", str(directory)),
+        imported=True,
     )

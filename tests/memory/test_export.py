@@ -20,7 +20,7 @@ def test_an_export_needs_no_memory_that_grows_with_the_model(
     hidden_size: int, num_layers: int, limit_mib: int, tmp_path: Path
 ) -> None:
     sizes = (str(hidden_size), str(num_layers))
-    measured = run_measured("tests.memory.export_run", str(tmp_path), *sizes)
+    measured = run_measured("tests.memory.export_run", str(tmp_path), *sizes, imported=True)
     limit = limit_mib * MIB
     assert measured.result["nbytes"] > 6 * limit
     for way in WAYS:

@@ -59,4 +59,5 @@ def _run(mode: str, num_steps: int, directory: Path) -> Measurement:
         mode,
         *("--model", str(weights()), "--steps", str(num_steps)),
         *("--max-ram-gb", str(MAX_RAM_GB), "--directory", str(directory / mode)),
+        imported=True,
     )

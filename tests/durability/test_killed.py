@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import random
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ..resume.test_kill import KINDS, Server, assert_ends_as, check
+from ..resume.test_kill import KINDS, Runs, assert_ends_as, check
 
 EVERYTHING_FITS = {"durability": "checkpoint"}
 # A few steps pass between two commits, so fewer kills meet one.
@@ -18,31 +17,29 @@ OFTEN: dict[str, Any] = {"commit_s": 0.02, "paging": EVERYTHING_FITS, "least_hit
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
-    yield made
-    made.close()
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
-def test_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
+def test_killed_runs_go_on(runs: Runs, tmp_path: Path) -> None:
     # Of two kills none may meet a commit; the share is asserted where there are fifty.
-    check(server, tmp_path, 2, ["eager", "clipped"], seed=3, **{**OFTEN, "least_hits": 0.0})
+    check(runs, tmp_path, 2, ["eager", "clipped"], seed=3, **{**OFTEN, "least_hits": 0.0})
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_fifty_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
-    check(server, tmp_path, 50, list(KINDS), seed=4, **OFTEN)
+def test_fifty_killed_runs_go_on(runs: Runs, tmp_path: Path) -> None:
+    check(runs, tmp_path, 50, list(KINDS), seed=4, **OFTEN)
 
 
-def test_a_terminated_run_commits_and_leaves(server: Server, tmp_path: Path) -> None:
+def test_a_terminated_run_commits_and_leaves(runs: Runs, tmp_path: Path) -> None:
     """Minutes before a commit is due."""
-    expected, _ = server.run(tmp_path / "straight", paging=EVERYTHING_FITS)
+    expected, _ = runs.run(tmp_path / "straight", paging=EVERYTHING_FITS)
     assert expected is not None
     chance = random.Random(1)
     for attempt in range(5):
         place = tmp_path / str(attempt)
-        told, _ = server.run(
+        told, _ = runs.run(
             place,
             kill=chance,
             longest_s=0.5 * expected["seconds"],
@@ -52,6 +49,6 @@ def test_a_terminated_run_commits_and_leaves(server: Server, tmp_path: Path) -> 
         if told is None:
             break
     assert told is None, "never ended by the signal"
-    told, _ = server.run(place, resume=True, paging=EVERYTHING_FITS)
+    told, _ = runs.run(place, resume=True, paging=EVERYTHING_FITS)
     assert_ends_as(expected, told)
     assert 0 < len(told["batches"]) < len(expected["batches"])

@@ -6,39 +6,22 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .fork_server import TERMINATED
+from ..forked.process import Process
+from .killed_run import TERMINATED
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-class Server:
-    """The fork server, and the runs it makes."""
+class Runs:
+    """Makes runs in processes that can be killed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.resume.fork_server"],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
         self._count = 0
-
-    def close(self) -> None:
-        self._process.stdin.close()
-        self._process.wait(60)
-        self._process.stdout.close()
 
     def run(
         self,
@@ -73,15 +56,18 @@ class Server:
             "paging": paging or {},
             "run": run,
         }
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        pid = json.loads(self._process.stdout.readline())["pid"]
+        log = Path(f"{result}.log")
+        process = Process(
+            ["-m", "tests.resume.killed_run", json.dumps(order)],
+            output=log,
+            environment={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
         if kill is not None:
-            self._kill(pid, flag, kill.uniform(0, longest_s), in_write, number)
-        end = json.loads(self._process.stdout.readline())
-        if end["killed"] or end["code"] == TERMINATED:
+            self._kill(process.pid, flag, kill.uniform(0, longest_s), in_write, number)
+        code = process.wait()
+        if code in (-signal.SIGKILL, TERMINATED):
             return None, flag.read_bytes()[1] > 0
-        assert end["code"] == 0, Path(f"{result}.log").read_text()
+        assert code == 0, log.read_text()
         return json.loads(result.read_text()), False
 
     @staticmethod
@@ -110,10 +96,8 @@ def _alive(pid: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    made = Server(tmp_path_factory.mktemp("server"))
-    yield made
-    made.close()
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -125,7 +109,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def check(
-    server: Server,
+    runs: Runs,
     directory: Path,
     num_kills: int,
     kinds: list[str],
@@ -136,7 +120,7 @@ def check(
     chance = random.Random(seed)
     expected, lengths = {}, {}
     for kind in kinds:
-        expected[kind], _ = server.run(directory / kind, **KINDS[kind], **more)
+        expected[kind], _ = runs.run(directory / kind, **KINDS[kind], **more)
         lengths[kind] = expected[kind]["seconds"]
     kills = hits = num_runs = 0
     while kills < num_kills:
@@ -146,7 +130,7 @@ def check(
         resumed = False
         # Killed once or several times on its way.
         for _ in range(chance.randint(1, 2)):
-            told, hit = server.run(
+            told, hit = runs.run(
                 place,
                 resume=resumed,
                 kill=chance,
@@ -160,7 +144,7 @@ def check(
             kills, hits, resumed = kills + 1, hits + hit, True
         if not resumed:
             continue  # it was done before it could be killed
-        told, _ = server.run(place, resume=True, **KINDS[kind], **more)
+        told, _ = runs.run(place, resume=True, **KINDS[kind], **more)
         assert_ends_as(expected[kind], told)
     print(f"{kills} kills, {hits} during a page write or a commit")
     assert hits >= least_hits * kills
@@ -175,47 +159,47 @@ def assert_ends_as(expected: dict[str, Any] | None, told: dict[str, Any] | None)
     assert told["sha256"] == expected["sha256"]
 
 
-def test_a_terminated_run_commits_and_leaves(server: Server, tmp_path: Path) -> None:
-    expected, _ = server.run(tmp_path / "straight")
+def test_a_terminated_run_commits_and_leaves(runs: Runs, tmp_path: Path) -> None:
+    expected, _ = runs.run(tmp_path / "straight")
     assert expected is not None
     chance = random.Random(0)
     for attempt in range(5):
         place = tmp_path / str(attempt)
         length = 0.5 * expected["seconds"]
-        told, in_write = server.run(place, kill=chance, longest_s=length, number=signal.SIGTERM)
+        told, in_write = runs.run(place, kill=chance, longest_s=length, number=signal.SIGTERM)
         if told is None:
             break
     assert told is None, "never ended by the signal"
     assert not in_write
-    told, _ = server.run(place, resume=True)
+    told, _ = runs.run(place, resume=True)
     assert_ends_as(expected, told)
     assert 0 < len(told["batches"]) < len(expected["batches"])
 
 
-def test_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
-    check(server, tmp_path, 6, ["eager", "clipped"], seed=1)
+def test_killed_runs_go_on(runs: Runs, tmp_path: Path) -> None:
+    check(runs, tmp_path, 6, ["eager", "clipped"], seed=1)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_two_hundred_killed_runs_go_on(server: Server, tmp_path: Path) -> None:
-    check(server, tmp_path, 200, list(KINDS), seed=2)
+def test_two_hundred_killed_runs_go_on(runs: Runs, tmp_path: Path) -> None:
+    check(runs, tmp_path, 200, list(KINDS), seed=2)
 
 
 @pytest.mark.parametrize("kind", ["rng", "scheduler", "data"])
-def test_a_bad_restoration_would_be_seen(server: Server, tmp_path: Path, kind: str) -> None:
-    expected, _ = server.run(tmp_path / "straight")
-    server.run(tmp_path / "run", stop=7)
-    told, _ = server.run(tmp_path / "run", resume=True, sabotage=kind)
+def test_a_bad_restoration_would_be_seen(runs: Runs, tmp_path: Path, kind: str) -> None:
+    expected, _ = runs.run(tmp_path / "straight")
+    runs.run(tmp_path / "run", stop=7)
+    told, _ = runs.run(tmp_path / "run", resume=True, sabotage=kind)
     with pytest.raises(AssertionError):
         assert_ends_as(expected, told)
 
 
-def test_an_overfitted_run_keeps_its_loss(server: Server, tmp_path: Path) -> None:
+def test_an_overfitted_run_keeps_its_loss(runs: Runs, tmp_path: Path) -> None:
     run = {"num_samples": 2, "max_steps": 120, "rate": 1e-2}
-    expected, _ = server.run(tmp_path / "straight", **run)
-    server.run(tmp_path / "run", stop=100, **run)
-    told, _ = server.run(tmp_path / "run", resume=True, **run)
+    expected, _ = runs.run(tmp_path / "straight", **run)
+    runs.run(tmp_path / "run", stop=100, **run)
+    told, _ = runs.run(tmp_path / "run", resume=True, **run)
     assert told is not None
     assert told["batches"][0][-1] < 0.2 < 4.0 < expected["batches"][0][-1]
     assert_ends_as(expected, told)

@@ -1,10 +1,8 @@
-"""A process that has everything imported and forks one run per line of its input.
+"""One run, told by an order, that test_kill ends wherever it likes: run in a forked process.
 
-Run by test_kill: importing takes seconds, a fork milliseconds. A line is JSON with `directory`,
-`resume`, `result` (a file for what the run told), `flag` (a file of 8 bytes, see Flag), `sabotage`,
-`commit_s` (seconds between commits, where not every step is one), `paging` (settings of the
-strategy) and `run` (settings of `train`). The server answers with the process id, and when the
-process has ended with its status.
+The order is JSON with `directory`, `resume`, `result` (a file for what the run told), `flag` (a
+file of 8 bytes, see Flag), `sabotage`, `commit_s` (seconds between commits, where not every step is
+one), `paging` (settings of the strategy) and `run` (settings of `train`).
 """
 
 from __future__ import annotations
@@ -13,12 +11,10 @@ import contextlib
 import hashlib
 import json
 import mmap
-import os
-import signal
 import sys
 import threading
 import time
-import traceback
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -101,6 +97,7 @@ def sabotage(kind: str) -> None:
 
 
 def run(order: dict[str, Any]) -> None:
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     flag = Flag(order["flag"])
     watch(flag)
@@ -129,26 +126,10 @@ def run(order: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    for line in sys.stdin:
-        order = json.loads(line)
-        pid = os.fork()
-        if not pid:
-            with open(order["result"] + ".log", "w") as log:
-                os.dup2(log.fileno(), 1)
-                os.dup2(log.fileno(), 2)
-            try:
-                run(order)
-            except SIGTERMException:
-                os._exit(TERMINATED)
-            except BaseException:
-                traceback.print_exc()
-                sys.stderr.flush()
-                os._exit(1)
-            os._exit(0)
-        print(json.dumps({"pid": pid}), flush=True)
-        _, status = os.waitpid(pid, 0)
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-        print(json.dumps({"killed": killed, "code": os.waitstatus_to_exitcode(status)}), flush=True)
+    try:
+        run(json.loads(sys.argv[1]))
+    except SIGTERMException:
+        sys.exit(TERMINATED)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ the counted confidence as in context mixing (Mahoney 2005).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -59,7 +60,7 @@ class ContextModel:
     def __init__(self) -> None:
         self.tail: list[int] = []
         self._tables: list[dict[Any, _Successors]] = [{} for _ in ORDERS]
-        self._history: list[int] = []
+        self._history = _History()
         self._places: list[dict[Any, int]] = [{} for _ in ORDERS]
         self._forgotten = 0
         self.match, self.matched = -1, 0
@@ -171,9 +172,32 @@ class ContextModel:
             places[key] = self._forgotten + len(history)
 
     def _forget_history(self) -> None:
-        half = len(self._history) // 2
-        del self._history[:half]
-        self._forgotten += half
+        self._forgotten += self._history.forget_half()
+
+
+class _History:
+    """A list of numbers that takes all the memory it will ever take from the beginning."""
+
+    def __init__(self) -> None:
+        self._numbers = array("q", bytes(8 * _MAX_HISTORY))
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> int:
+        return self._numbers[index]
+
+    def append(self, number: int) -> None:
+        self._numbers[self._length] = number
+        self._length += 1
+
+    def forget_half(self) -> int:
+        """Forget the older half; return how many numbers that are."""
+        half = self._length // 2
+        self._numbers[: self._length - half] = self._numbers[half : self._length]
+        self._length -= half
+        return half
 
 
 def _key(tail: Sequence[int], length: int) -> Any:

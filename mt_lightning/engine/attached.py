@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.profiler import record_function
 
 from mt_lightning.engine.exchange import give_state, take_state
 from mt_lightning.engine.first_step import report_first_step
@@ -29,6 +28,7 @@ from mt_lightning.engine.window.window import Window
 from mt_lightning.pager.predictor import BACKWARD, FORWARD, INFERENCE
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
+from mt_lightning.tiers import ledger, spans
 from mt_lightning.tiers.io import hash_blocks
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,7 @@ class Attached:
         self._lingering: list[Unit] = []
         self._rebound: list[tuple[Unit, int]] = []
         self._whole: list[Page] = []
+        self._running = spans.LongSpan("backward of")
         self.num_lost = 0
         """Finished steps that a step which broke off took along."""
         self.window: Window | ForwardWindow | None = None
@@ -79,16 +80,17 @@ class Attached:
     def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
         """Bring a unit's pages up to date and bind them; called by executors and graphs."""
         self._end_dead_backward()
+        self._running.end()
         self.graphs.collect()
         if self.window is not None and self._holds(unit, backward=backward):
             self.window.enter_again(unit, backward=backward)
             return
         run, table = self.run, self.run.build.table
+        pages = [table[index] for index in unit.pages]
         forward = FORWARD if torch.is_grad_enabled() else INFERENCE
-        phase = "rebind" if backward else "bind"
         # Frames made under inference_mode could never be written to again.
         with (
-            record_function(f"MegaTrain::{phase} ({unit.name})"),
+            spans.Span("rebind" if backward else "bind", unit.name, ledger.PAGING),
             torch.inference_mode(False),
             torch.no_grad(),
         ):
@@ -99,13 +101,11 @@ class Attached:
                 if self.window is not None:
                     self.window.passed(start)
                 self.inputs.sweep()
-                run.steps.submit_ready()
+                run.steps.submit_ready(pages)
             if not again:
                 run.ahead.observe(unit.index, BACKWARD if backward else forward)
-            pages = [table[index] for index in unit.pages]
-            with self._stats.timing("stall_update_s", self._machine.clock):
-                for page in pages:
-                    run.steps.before_use(page)
+            for page in pages:
+                run.steps.before_use(page)
             with ExitStack() as undo:
                 entries = []
                 for page in pages:
@@ -116,17 +116,17 @@ class Attached:
                         (self._sums or run.gradients).expect(page)
                 if any(entry.read is not None and not entry.read.done() for entry in entries):
                     run.ahead.stalled()
-                with self._stats.timing("stall_read_s", self._machine.clock):
-                    for entry in entries:
-                        entry.wait()
+                for entry in entries:
+                    entry.wait()
                 uploads = [run.binder.upload(entry.frame.tensor) for entry in entries]
                 for page, upload in zip(pages, uploads, strict=True):
                     run.binder.bind(page, self._machine.link.wait(upload))
                     undo.callback(run.binder.unbind, page)
                 self._prepare()
                 undo.pop_all()  # it is bound: `leave` undoes it
-            if backward:
-                self._rebound.append((unit, next_sequence_number()))
+        if backward:
+            self._rebound.append((unit, next_sequence_number()))
+            self._running.begin(unit.name)
 
     def _prepare(self) -> None:
         """Begin to read and to update the pages expected next, nearest first.
@@ -231,10 +231,12 @@ class Attached:
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        self.graphs.collect()
-        self._end_lingering()
-        self._complete(self.run.gradients.unfinished())
-        self.run.steps.submit_ready()
+        self._running.end()
+        with spans.Span("end backward", account=ledger.PAGING):
+            self.graphs.collect()
+            self._end_lingering()
+            self._complete(self.run.gradients.unfinished())
+            self.run.steps.submit_ready()
 
     def on_grad(self, page: Page, param: int, parameter: nn.Parameter) -> None:
         """Take a gradient from autograd; called by hooks."""
@@ -265,7 +267,6 @@ class Attached:
         self._whole.clear()
 
     # -- step -------------------------------------------------------------------------------------
-
     def check_loss(self, loss: torch.Tensor) -> None:
         """Raise StepError when the loss was computed from parameters that were not in memory."""
         check_loss(self.run, loss, stepped=self._stats.steps > 0)
@@ -277,8 +278,7 @@ class Attached:
             optimizer: Its index.
             clip_value: Bound of value clipping, which needs no other gradient.
         """
-        waits = self.window is not None and self.window.comparing
-        if self.run.plan.schedule == "eager" and not waits:
+        if self.run.plan.schedule == "eager" and not (self.window and self.window.comparing):
             self.run.steps.arm(optimizer, clip_value)
 
     def step(self, optimizer: int) -> bool:
@@ -315,6 +315,7 @@ class Attached:
         self._rebound.clear()
         release_pages(self.run)
 
+    @spans.spanned("drain", ledger.PAGING)
     def drain(self) -> None:
         """Apply, write and commit everything, and wait for it."""
         begin = time.perf_counter()
@@ -337,7 +338,6 @@ class Attached:
                 entry.dirty = self.run.writer.dirty = True
 
     # -- what user code sees ----------------------------------------------------------------------
-
     def show_pages(self, pages: list[Page], *, whole: bool) -> None:
         """Let the parameters of a module show mapped files; `whole` where `state_dict()` begins."""
         self._undo_partial_step()
@@ -351,8 +351,8 @@ class Attached:
     def _is_behind(self, page: Page) -> bool:
         """Return whether the file of a page is not what its weights are."""
         run, entry = self.run, self.run.pool.entry(page)
-        dirty = entry is not None and entry.dirty
-        return dirty or run.steps.is_due(page) or run.worker.is_pending(page.index)
+        pending = run.steps.is_due(page) or run.worker.is_pending(page.index)
+        return pending or (entry is not None and entry.dirty)
 
     def _undo_partial_step(self) -> None:
         """Go back to the last commit when a step was interrupted: nobody may see half of it.

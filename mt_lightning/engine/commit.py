@@ -12,6 +12,8 @@ from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import PageTable
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.io import IOQueue
+from mt_lightning.tiers.ledger import WRITE
+from mt_lightning.tiers.spans import Span
 
 RUN_KEY = "run"
 """The tensor of a record that holds the state of the loop that trains, as bytes."""
@@ -79,17 +81,17 @@ class Committer:
                 tensors[f"{plane.key}/lengths"] = torch.tensor(plane.lengths)
         if run_state is not None:
             tensors[RUN_KEY] = torch.frombuffer(bytearray(run_state), dtype=torch.uint8)
-        self._log.write(
-            CommitRecord(
-                sequence=self._sequence,
-                step=step,
-                fingerprint=self._table.fingerprint,
-                slots=slots,
-                sums=sums,
-                tensors=tensors,
-                meta={"optimizer": values, **self._names, "begun": self.begun},
-            )
+        record = CommitRecord(
+            sequence=self._sequence,
+            step=step,
+            fingerprint=self._table.fingerprint,
+            slots=slots,
+            sums=sums,
+            tensors=tensors,
+            meta={"optimizer": values, **self._names, "begun": self.begun},
         )
+        with Span("write record", f"step {step}", WRITE):
+            self._log.write(record)
         self._table.commit()
         self.step, self.run_state = step, run_state
         self._stats.commits += 1

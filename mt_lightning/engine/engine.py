@@ -119,6 +119,7 @@ class Engine:
             budget = self._live.run.budget
             stats.ram_used_bytes = budget.used_bytes
             stats.ram_peak_bytes = max(stats.ram_peak_bytes, budget.peak_bytes)
+        stats.charge(self.machine.training, self.machine.working, self.machine.io.busy_s)
         stats.bytes_read = store.bytes_read - stats.inputs_read_bytes
         stats.bytes_written = store.bytes_written - stats.inputs_spilled_bytes
         return stats

@@ -31,6 +31,8 @@ from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.errors import StepError
+from mt_lightning.tiers.ledger import COMPUTE, RECOMPUTE
+from mt_lightning.tiers.spans import Span
 
 _INTERNAL = ("_parameters", "_buffers", "_modules")
 
@@ -101,7 +103,8 @@ class Executor:
             cache = torch.is_autocast_cache_enabled()
             torch.set_autocast_cache_enabled(False)
             try:
-                return function(*args, **kwargs)
+                with Span("forward", self._unit.name, COMPUTE):
+                    return function(*args, **kwargs)
             finally:
                 torch.set_autocast_cache_enabled(cache)
                 self._host.leave(self._unit, backward=False)
@@ -187,6 +190,7 @@ class _Bound:
     def __init__(self, execution: _Execution) -> None:
         self._execution = execution
         self._cache: list[bool] = []
+        self._spans: list[Span] = []
 
     def __enter__(self) -> None:
         run = self._execution
@@ -198,9 +202,13 @@ class _Bound:
         self._cache.append(torch.is_autocast_cache_enabled())
         torch.set_autocast_cache_enabled(False)
         self.begin(run)
+        phase, account = ("recompute", RECOMPUTE) if self.backward else ("forward", COMPUTE)
+        self._spans.append(Span(phase, run.unit.name, account))
+        self._spans[-1].__enter__()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         run = self._execution
+        self._spans.pop().__exit__(*error)
         self.end(run)
         torch.set_autocast_cache_enabled(self._cache.pop())
         run.host.leave(run.unit, backward=self.backward)

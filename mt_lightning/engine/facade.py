@@ -10,6 +10,8 @@ import torch
 
 from mt_lightning.engine.lazy_state import LazyState
 from mt_lightning.errors import StepError
+from mt_lightning.tiers.ledger import PAGING
+from mt_lightning.tiers.spans import Span
 
 _METHODS = ("step", "zero_grad", "state_dict", "load_state_dict", "add_param_group")
 
@@ -52,7 +54,8 @@ class OptimizerFacade:
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            host.step(index)
+            with Span("step", account=PAGING):
+                host.step(index)
             optimizer._opt_called = True  # type: ignore[attr-defined]
             for hook in optimizer._optimizer_step_post_hooks.values():
                 hook(optimizer, (closure,), {})
@@ -62,7 +65,8 @@ class OptimizerFacade:
 
         def zero_grad(set_to_none: bool = True) -> None:
             del set_to_none
-            host.zero_grad(index)
+            with Span("zero grad", account=PAGING):
+                host.zero_grad(index)
 
         def state_dict() -> dict[str, Any]:
             packed = type(optimizer).state_dict(optimizer)

@@ -10,6 +10,8 @@ from torch.utils.hooks import RemovableHandle
 
 from mt_lightning.engine.build import Build
 from mt_lightning.pages.table import Page
+from mt_lightning.tiers.ledger import PAGING
+from mt_lightning.tiers.spans import Span
 
 
 class Host(Protocol):
@@ -56,7 +58,8 @@ def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[RemovableHan
 
 def _leave(host: Host, page: Page, index: int) -> Callable[[Any], None]:
     def hook(parameter: nn.Parameter) -> None:
-        host.on_grad(page, index, parameter)
+        with Span("take gradient", page.layout.key, PAGING):
+            host.on_grad(page, index, parameter)
 
     return hook
 

@@ -24,6 +24,7 @@ from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.filesystem import free_bytes, is_memory, kind
 from mt_lightning.tiers.heap import keep_freed_memory
 from mt_lightning.tiers.io import IOQueue
+from mt_lightning.tiers.ledger import Ledger
 from mt_lightning.tiers.link import HostLink, Link
 from mt_lightning.tiers.lock import DirectoryLock
 from mt_lightning.tiers.manifest_reader import id_of
@@ -62,6 +63,8 @@ class Machine:
         patience: How long the drive is given.
         watch: Names what stalls.
         record: The commit that a run goes on from, None for a new run.
+        training: Where the time of the training thread goes.
+        working: Where that of the update worker goes.
     """
 
     directories: list[str]
@@ -75,7 +78,9 @@ class Machine:
     locks: list[DirectoryLock]
     patience: Patience
     watch: Watch
-    record: CommitRecord | None = None
+    record: CommitRecord | None
+    training: Ledger
+    working: Ledger
 
     def close(self, *, remove: bool = False) -> None:
         """End threads, close files and give the directory back; with `remove`, delete it."""
@@ -160,7 +165,7 @@ def open_machine(
         in_memory,
         store,
         SteadyLog(paths, patience, watch),
-        IOQueue(store),
+        IOQueue(store, clock=clock),
         Arena(),
         WatchedLink(link, watch) if link is not None else HostLink(),
         clock,
@@ -168,6 +173,8 @@ def open_machine(
         patience,
         watch,
         record,
+        Ledger(clock),
+        Ledger(clock),
     )
     watch.queued = lambda: machine.io.num_queued
     watch.start()

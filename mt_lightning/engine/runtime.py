@@ -33,6 +33,7 @@ from mt_lightning.pager.read_ahead import ReadAhead
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.tiers.arena import Frame
+from mt_lightning.tiers.ledger import keep
 
 INPUTS_AHEAD = 2
 """Executions whose inputs are read ahead where no number is given."""
@@ -88,9 +89,11 @@ def start(
     max_disk_bytes: int | None,
 ) -> Runtime:
     """Reserve what is needed for the whole run and put the parts together."""
+    machine.training.switch(None)  # wherever an interrupt had left it
+    keep(machine.training)
     budget = Budget(plan.ram_limit_bytes)
-    worker = UpdateWorker(machine.watch)
-    pool = WeightPool(machine.arena, budget, machine.store, machine.io, stats, machine.clock)
+    worker = UpdateWorker(machine.watch, machine.working)
+    pool = WeightPool(machine.arena, budget, machine.store, machine.io, stats)
     ahead = ReadAhead(
         [unit.pages for unit in build.units],
         [page.layout.nbytes for page in build.table],
@@ -128,12 +131,11 @@ def start(
         Updater(
             machine.store,
             machine.io,
-            stats,
-            machine.clock,
             stream,
             spiller,
             check,
             keeps_weights=plan.keeps_weights,
+            inline=stream is state[1],
         )
         for stream in state
     )
@@ -190,7 +192,10 @@ def start(
 
 def stop(runtime: Runtime, machine: Machine) -> None:
     """Give all memory back."""
+    keep(None)
     runtime.worker.close()
+    for updater in runtime.updaters:
+        updater.forget()
     runtime.inputs.close()
     for entry in runtime.resident:
         runtime.pool.release(entry)

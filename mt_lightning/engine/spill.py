@@ -21,8 +21,12 @@ class Ring:
     """A few frames that chunks stream through; one is reused once its write is done."""
 
     def __init__(self, frames: list[Frame]) -> None:
+        self._num_frames = len(frames)
         self._free = deque(frames)
         self._writing: deque[tuple[Frame, Ticket]] = deque()
+
+    def __len__(self) -> int:
+        return self._num_frames
 
     def acquire(self, *, wait: bool = True) -> Frame | None:
         """Return a free frame; without `wait`, None when none is free at once."""

@@ -8,6 +8,7 @@ one, from which it is written while the next chunk is updated.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from mt_lightning.pages.state import Chunk
 from mt_lightning.pages.table import Page, PageTable, Plane
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import IOQueue, Ticket
+from mt_lightning.tiers.spans import Span
 
 
 @dataclass
@@ -63,6 +65,12 @@ def wait_for_all(tickets: Sequence[Ticket | None]) -> None:
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+def settle(tickets: Sequence[Ticket | None]) -> None:
+    """Wait for the end of every request, well or not."""
+    with contextlib.suppress(Exception):
+        wait_for_all(tickets)
 
 
 class StateStream:
@@ -139,6 +147,22 @@ class StateStream:
         loaded.read = self._io.read(page.state.file, [(offset, memory)], sums=sums)
         return loaded
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether a chunk may be loaded before the update of its page, beside those of another."""
+        return max(len(self._ring), len(self._streams)) > 2
+
+    def give_up(self, loaded: Loaded) -> None:
+        """Give back what a chunk was loaded into; nobody will use it."""
+        if loaded.read is not None:
+            # Nobody wants these bytes any more, so nobody minds that they could not be read.
+            with contextlib.suppress(Exception):
+                loaded.read.wait()
+        if loaded.stream is not None:
+            self._streams.release(loaded.stream)
+        elif loaded.frame is not None and not loaded.resident:
+            self._ring.release(loaded.frame)
+
     def finish(self, page: Page, loaded: Loaded, codec: StateCodec) -> None:
         """Wait until a chunk's state is in its frame."""
         if loaded.read is not None:
@@ -150,7 +174,9 @@ class StateStream:
             assert loaded.frame is not None
         if loaded.stream is not None:
             length = page.state.lengths[loaded.chunk.index]
-            codec.decode(loaded.stream.tensor[:length], loaded.frame.tensor[: loaded.chunk.nbytes])
+            plain = loaded.frame.tensor[: loaded.chunk.nbytes]
+            with Span("decode", page.layout.key, nbytes=plain.nbytes):
+                codec.decode(loaded.stream.tensor[:length], plain)
             self._streams.release(loaded.stream)
             loaded.stream = None
         elif loaded.read is None and page.state_layout.slots and not self._is_valid(page, loaded):
@@ -180,7 +206,8 @@ class StateStream:
             return Stored(self._io.write(name, chunk.split(frame.memory)), chunk.nbytes)
         stream = self._streams.acquire()
         assert stream is not None
-        length = codec.encode(frame.tensor[: chunk.nbytes], stream.tensor)
+        with Span("encode", page.layout.key, nbytes=chunk.nbytes):
+            length = codec.encode(frame.tensor[: chunk.nbytes], stream.tensor)
         padded = align_up(length)
         stream.tensor[length:padded].zero_()
         offset, _ = page.state_layout.slots[chunk.index]

@@ -11,7 +11,7 @@ plain training.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,6 +32,7 @@ from mt_lightning.optim.shadow import Hyper, snapshot
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.table import Page
+from mt_lightning.tiers import ledger, spans
 from mt_lightning.tiers.uninterrupted import uninterrupted
 
 log = logging.getLogger(__name__)
@@ -67,7 +68,8 @@ class Steps:
         self._inline = inline
         self._spiller = spiller
         self._stats = stats
-        self._spilled = spilled
+        self.spilled = spilled
+        """Pages whose gradients go to disk; shortage of memory adds to them."""
         self._nonfinite = nonfinite
         self._resident = set(build.resident)
         self._armed: int | None = None
@@ -88,13 +90,7 @@ class Steps:
         self.partial = False
         """Whether a step has begun to change pages and is not finished."""
 
-    @property
-    def spilled(self) -> set[int]:
-        """Pages whose gradients go to disk; shortage of memory adds to them."""
-        return self._spilled
-
     # -- backward ---------------------------------------------------------------------------------
-
     def arm(self, optimizer: int, clip_value: float | None = None) -> None:
         """Let the coming backward update pages of `optimizer` as their gradients complete."""
         # Taken here: a replay would show the forward's autocast region, which the step is not in.
@@ -119,13 +115,17 @@ class Steps:
             return
         if self._armed is not None and page.layout.optimizer == self._armed:
             self._ready.append(page)
-        elif page.index in self._spilled:
+        elif page.index in self.spilled:
             part = self._gradients.take_ram(page)
             if part is not None:
                 self._submit_spill(page, part)
 
-    def submit_ready(self) -> None:
-        """Submit eager updates of pages whose frames autograd has let go of."""
+    def submit_ready(self, coming: Sequence[Page] = ()) -> None:
+        """Submit eager updates of pages whose frames autograd has let go of.
+
+        Args:
+            coming: Pages whose gradients are computed next; their state begins to be read.
+        """
         waiting = []
         for page in self._ready:
             entry = self._pool.entry(page)
@@ -134,6 +134,10 @@ class Steps:
             else:
                 self._submit_eager(page)
         self._ready = waiting
+        for page in coming if self._armed is not None else ():
+            if page.layout.optimizer == self._armed and len(page.layout.units) == 1:
+                self._updater.coming = page, self.count
+                self._worker.hint(self._updater.preload)
 
     def relieve(self) -> bool:
         """Give memory back when training runs out of it; False when nothing can be given.
@@ -151,7 +155,7 @@ class Steps:
             part = self._gradients.take_ram(page)
             if part is not None:
                 # Its next gradients go there too: a sum lies either in RAM or on disk.
-                self._spilled.add(page.index)
+                self.spilled.add(page.index)
                 self._submit_spill(page, part)
                 return True
         return False
@@ -177,7 +181,6 @@ class Steps:
         self._submit(page, Due(grads, self._hyper, self._eager_clip))
 
     # -- step -------------------------------------------------------------------------------------
-
     def clip_norm(self, optimizer: int, max_norm: float) -> torch.Tensor:
         """Scale gradients when `optimizer` steps, so that their norm is at most `max_norm`."""
         self._worker.drain()
@@ -207,8 +210,7 @@ class Steps:
             self._gradients.clear(trained.pages)
             if self._nonfinite == "raise":
                 raise StepError(
-                    f"step {self.count + 1}: a gradient is NaN or infinite and "
-                    f"nonfinite='raise'. No "
+                    f"step {self.count + 1}: a gradient is NaN or infinite (nonfinite='raise'). No "
                     "parameter was changed. Lower the learning rate, clip, or set nonfinite='skip'."
                 )
             self._stats.skipped_steps += 1
@@ -282,7 +284,6 @@ class Steps:
         self.clipping.forget(optimizer)
 
     # -- deferred ---------------------------------------------------------------------------------
-
     def is_due(self, page: Page) -> bool:
         """Return whether an update of `page` waits."""
         return page.index in self._due
@@ -367,10 +368,10 @@ class Steps:
                 self._pool.release(entry)
             raise
 
+    @spans.spanned("update", ledger.UPDATE)
     def _update_now(self, page: Page, due: Due) -> None:
         """Update a resident page on this thread; it is tiny and no forward announces its use."""
-        entry = self._pool.pin(page)
-        self._inline.update(self._job(page, due, entry))
+        self._inline.update(self._job(page, due, entry := self._pool.pin(page)))
         due.grads.free()
         self._pool.release(entry)
 

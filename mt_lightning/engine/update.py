@@ -3,8 +3,9 @@
 [Note: an update in pieces]
 For each chunk: its state comes from disk (or from RAM where it fits), the shadow optimizer steps
 views of weights, gradients and state, and the state goes to the slot that the last commit does not
-name. The next chunk is read while this one computes and the one before is written. The weights stay
-whole in their frame and are written when the last chunk is done.
+name. The next chunk is read while this one computes and the one before is written; the first one is
+read while the gradients are still computed, where frames are to spare. The weights stay whole in
+their frame and are written behind the chunks.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ import torch
 from mt_lightning.engine.build import Members
 from mt_lightning.engine.gradients import PageGrads, flat
 from mt_lightning.engine.spill import Spiller
-from mt_lightning.engine.state_stream import Loaded, StateStream, Stored
+from mt_lightning.engine.state_stream import Loaded, StateStream, Stored, settle
 from mt_lightning.engine.trained import Trained
+from mt_lightning.engine.weight_writer import WeightWriter
 from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import Clip, all_finite
 from mt_lightning.optim.shadow import Hyper, Target
 from mt_lightning.pager.pool import PoolEntry
-from mt_lightning.pager.stats import Clock, Stats
 from mt_lightning.pages.state import Chunk, Segment
 from mt_lightning.pages.table import Page, ParamState
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import IOQueue
+from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.store import Store
 
 _LARGEST_SMALL_NUMEL = 64
@@ -53,6 +55,23 @@ class PageUpdate:
     trained: Trained
     hyper: Hyper
     clip: Clip
+
+
+@dataclass(frozen=True)
+class Preloaded:
+    """The first chunk of state of a page that will be updated.
+
+    Attributes:
+        page: The page's number.
+        step: The step whose update will use it.
+        slot: The slot that it comes from.
+        loaded: The chunk.
+    """
+
+    page: int
+    step: int
+    slot: int | None
+    loaded: Loaded
 
 
 @dataclass
@@ -88,27 +107,73 @@ class Updater:
         self,
         store: Store,
         io: IOQueue,
-        stats: Stats,
-        clock: Clock,
         stream: StateStream,
         spiller: Spiller,
         checking: SelfCheck | None = None,
         *,
         keeps_weights: bool = False,
+        inline: bool = False,
     ) -> None:
         self._store = store
         self._io = io
-        self._stats = stats
-        self._clock = clock
         self._stream = stream
         self._spiller = spiller
         self.checking = checking
         self._keeps_weights = keeps_weights
+        self._inline = inline
+        self.coming: tuple[Page, int] | None = None
+        """A page whose gradients are computed now, and a number of the step that will update it;
+        set by the training thread."""
+        self._preloaded: Preloaded | None = None
         self.touched: set[str] = set()
 
     def forget(self) -> None:
         """Distrust all state kept in RAM; it is read again."""
+        self.coming = None
+        self._drop_preloaded()
         self._stream.forget()
+
+    def preload(self) -> None:
+        """Begin to read the first chunk of state of the page that comes next.
+
+        One chunk waits at a time, until its update: else it would be read twice.
+        """
+        waits, coming = self._preloaded, self.coming
+        if coming is None or (waits is not None and waits.step == coming[1]):
+            return
+        self._drop_preloaded()
+        page, step = coming
+        chunks = page.state_layout.chunks
+        if not chunks or not chunks[0].nbytes or not self._stream.reads_ahead:
+            return
+        loaded = self._stream.load(page, chunks[0], wait=False)
+        if loaded is not None:
+            self.coming = None
+            self._preloaded = Preloaded(page.index, step, page.state.slot, loaded)
+
+    def _drop_preloaded(self) -> None:
+        preloaded, self._preloaded = self._preloaded, None
+        if preloaded is not None:
+            self._stream.give_up(preloaded.loaded)
+
+    def _take_preloaded(self, page: Page) -> Loaded | None:
+        """Return the first chunk of `page` where it was preloaded and has not changed since."""
+        preloaded = self._preloaded
+        if preloaded is None or preloaded.page != page.index:
+            return None
+        if preloaded.slot != page.state.slot:
+            self._drop_preloaded()
+            return None
+        self._preloaded = None
+        return preloaded.loaded
+
+    def _end_preload(self, page: Page) -> None:
+        """Wait until nobody reads a file that is about to be made ready for writing."""
+        preloaded = self._preloaded
+        if preloaded is not None and preloaded.page == page.index:
+            finished = preloaded.loaded.read
+            if finished is not None:
+                finished.wait()
 
     def update(self, job: PageUpdate) -> None:
         """Step the optimizer on one page and write those of its planes that do not stay in RAM."""
@@ -118,13 +183,47 @@ class Updater:
         small = list(page.small)
         slot = page.state.next_slot
         stored: list[Stored] = []
+        self._end_preload(page)
+        if self.coming is not None and self.coming[0] is page:
+            self.coming = None
         writes_state = page.state.nbytes > 0 and stream.writes(page)
         if writes_state:
             # A second step before a commit goes over what the first one wrote, chunk by chunk.
             again = page.state.slot == slot
             self._prepare(f"{page.state.key}.{slot}", page.state.nbytes, keep=again)
+        weight_slot = page.weight.next_slot
+        weights = None if self._keeps_weights else self._weight_writer(job)
+        try:
+            self._step_chunks(job, slot, small, stored, weights)
+            self.preload()
+            if weights is not None:
+                page.weight.advance(weight_slot, [weights.finish()])
+            for each in stored:
+                if each.ticket is not None:
+                    each.ticket.wait()
+        except BaseException:
+            # What is read or written now must not be in the way of what takes its place.
+            settle([*(weights.tickets if weights is not None else ()), *(s.ticket for s in stored)])
+            raise
+        if writes_state:
+            lengths = [s.length for s in stored] if page.state_layout.slots else []
+            page.state.advance(slot, [s.sums for s in stored], lengths)
+        job.entry.dirty |= weights is None
+        page.small = small
+        page.version += 1
+
+    def _step_chunks(
+        self,
+        job: PageUpdate,
+        slot: int,
+        small: list[ParamState],
+        stored: list[Stored],
+        weights: WeightWriter | None,
+    ) -> None:
+        page, stream = job.page, self._stream
         chunks = page.state_layout.chunks
-        ahead: Loaded | None = None
+        in_order = page.state_layout.sliced and not page.state_layout.formats
+        ahead = self._take_preloaded(page)
         for position, chunk in enumerate(chunks):
             loaded = ahead or stream.load(page, chunk, wait=True)
             assert loaded is not None
@@ -133,28 +232,20 @@ class Updater:
                 ahead = stream.load(page, chunks[position + 1], wait=False)
             if loaded.read is not None:
                 loaded.read.wait()
-            with self._stats.timing("update_s", self._clock):
-                stream.finish(page, loaded, job.trained.codec)
+            stream.finish(page, loaded, job.trained.codec)
+            with Span("step optimizer", page.layout.key):
                 self._step(job, loaded, small)
-                name = f"{page.state.key}.{slot}"
-                stored.append(stream.store(page, name, loaded, job.trained.codec))
+            name = f"{page.state.key}.{slot}"
+            stored.append(stream.store(page, name, loaded, job.trained.codec))
+            if weights is not None and in_order:
+                weights.final(chunk.stop)
         job.grads.ram = [None] * len(job.grads.ram)
-        if self._keeps_weights:
-            job.entry.dirty = True
-        else:
-            weight_slot = page.weight.next_slot
-            name = f"{page.weight.key}.{weight_slot}"
-            self._prepare(name, page.weight.nbytes)
-            written = self._io.write(name, [(0, job.entry.frame.memory)]).wait()
-            page.weight.advance(weight_slot, [list(written.sums)])
-        for each in stored:
-            if each.ticket is not None:
-                each.ticket.wait()
-        if writes_state:
-            lengths = [s.length for s in stored] if page.state_layout.slots else []
-            page.state.advance(slot, [s.sums for s in stored], lengths)
-        page.small = small
-        page.version += 1
+
+    def _weight_writer(self, job: PageUpdate) -> WeightWriter:
+        plane = job.page.weight
+        name = f"{plane.key}.{plane.next_slot}"
+        self._prepare(name, plane.nbytes)
+        return WeightWriter(self._io, name, job.entry.frame, first=self._inline)
 
     def _step(self, job: PageUpdate, loaded: Loaded, small: list[ParamState]) -> None:
         page, chunk = job.page, loaded.chunk

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mt_lightning.tiers.ledger import UPDATE, WORK, Ledger, keep, mine
+from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.uninterrupted import uninterrupted
 from mt_lightning.tiers.watch import Watch
 
@@ -29,11 +31,21 @@ class UpdateWorker:
 
     A job counts as pending until it is retired, however early it finished: what the training thread
     decides then never depends on the speed of the worker. After a job has failed no later one runs.
+
+    Args:
+        watch: Names a job that takes long.
+        ledger: Where the time of the thread goes.
     """
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: Watch, ledger: Ledger) -> None:
         self._watch = watch
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="megatrain-update")
+        self._ledger = ledger
+        self._pool = ThreadPoolExecutor(
+            max_workers=1,
+            thread_name_prefix="megatrain-update",
+            initializer=keep,
+            initargs=(ledger,),
+        )
         self._pending: deque[_Job] = deque()
         self._error: BaseException | None = None
 
@@ -60,6 +72,18 @@ class UpdateWorker:
             job = self._pool.submit(self._run, what, run, torch.get_num_threads())
             self._pending.append(_Job(job, page, on_retire))
 
+    def hint(self, run: Callable[[], None]) -> None:
+        """Queue what makes a later job quicker; it waits for nothing, and nobody waits for it."""
+
+        def guarded() -> None:
+            if self._error is None:
+                try:
+                    run()
+                except BaseException as error:
+                    self._error = error  # the next job raises it
+
+        self._pool.submit(guarded)
+
     def _run(self, what: str, run: Callable[[], None], num_threads: int) -> None:
         # Matrix products give other bits on another number of threads.
         if torch.get_num_threads() != num_threads:
@@ -67,7 +91,7 @@ class UpdateWorker:
         if self._error is not None:
             raise self._error
         try:
-            with self._watch.over(what):
+            with self._watch.over(what), Span(what, account=WORK):
                 run()
         except BaseException as error:
             # The frames of the traceback would keep views of pages alive.
@@ -95,13 +119,27 @@ class UpdateWorker:
             return False
         job = self._pending[0]
         try:
-            job.future.result()
+            self._wait(job)
         finally:
             # An interrupt may end the wait while the job still runs on what it holds.
             if job.future.done():
                 self._pending.popleft()
                 job.on_retire()
         return True
+
+    def _wait(self, job: _Job) -> None:
+        ledger = mine()
+        if ledger is None or job.future.done():
+            job.future.result()
+            return
+        what = "a commit" if job.page is None else f"page {job.page}"
+        with Span("wait for update", what, UPDATE), ledger.blame(self._ledger):
+            job.future.result()
+
+    @property
+    def num_pending(self) -> int:
+        """Jobs that are not retired."""
+        return len(self._pending)
 
     def retire_page(self, page: int) -> None:
         """Retire jobs until none holds the page."""

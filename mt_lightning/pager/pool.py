@@ -20,11 +20,13 @@ from mt_lightning.errors import BudgetError
 from mt_lightning.pager.budget import Budget, Reservation
 from mt_lightning.pager.kept_heap import FRAMED, KeptHeap
 from mt_lightning.pager.replacement import NextUse, choose, choose_ahead, nothing_known
-from mt_lightning.pager.stats import Clock, Stats
+from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.arena import Arena, Frame
 from mt_lightning.tiers.heap import OwnMemory, give_back_heap
 from mt_lightning.tiers.io import IOQueue, Ticket
+from mt_lightning.tiers.ledger import MEMORY
+from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.store import Store
 from mt_lightning.tiers.uninterrupted import uninterrupted
 
@@ -81,7 +83,6 @@ class WeightPool:
         store: Store,
         io: IOQueue,
         stats: Stats,
-        clock: Clock,
     ) -> None:
         self._arena = arena
         self._budget = budget
@@ -89,7 +90,6 @@ class WeightPool:
         self._io = io
         self._store = store
         self._stats = stats
-        self._clock = clock
         self.relieve: Callable[[], bool] = lambda: False
         """Gives some memory back when all of it is in use; False when nothing can be given."""
         self.next_use: NextUse = nothing_known
@@ -170,7 +170,7 @@ class WeightPool:
             if victim is not None:
                 self._evict(victim)
                 continue
-            with self._stats.timing("stall_memory_s", self._clock):
+            with Span("wait for memory", what, MEMORY):
                 if self.relieve():
                     continue
             self._collect_orphans()

@@ -13,6 +13,8 @@ from typing_extensions import override
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.errors import ConfigError
+from mt_lightning.tiers.ledger import COMPUTE
+from mt_lightning.tiers.spans import Span
 
 SUPPORTED = ("32-true", "bf16-mixed")
 
@@ -71,6 +73,19 @@ class MegaTrainPrecision(Precision):
         else:
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
                 yield
+
+    @override
+    @contextmanager
+    def train_step_context(self) -> Iterator[None]:  # type: ignore[override]
+        """Charge what `training_step` does to the model."""
+        with Span("training step", account=COMPUTE), super().train_step_context():
+            yield
+
+    @override
+    def backward(self, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        """Charge backward to the model."""
+        with Span("backward", account=COMPUTE):
+            super().backward(tensor, *args, **kwargs)
 
     @override
     def clip_grad_by_value(self, optimizer: Any, clip_val: int | float) -> None:

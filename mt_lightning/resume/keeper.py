@@ -21,6 +21,8 @@ from mt_lightning.resume.description import DESCRIPTION_KEY, describe
 from mt_lightning.resume.packer import Packer, unpack
 from mt_lightning.resume.position import DataPosition, check_resumable
 from mt_lightning.resume.run_state import give_early, give_late, take
+from mt_lightning.tiers.ledger import PAGING
+from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.uninterrupted import uninterrupted
 
 log = logging.getLogger(__name__)
@@ -111,7 +113,8 @@ class RunKeeper:
 
         def on_advance_end(fetcher: Any) -> None:
             try:
-                self._end_of_batch()
+                with Span("end of batch", account=PAGING):
+                    self._end_of_batch()
             except BaseException:
                 self._keep_step()
                 raise

@@ -3,6 +3,10 @@
 [Note: No closures queue up] A ticket of many gigabytes is one entry in the queue; a thread cuts its
 next block from it when it is free. So submitting never blocks the caller, at most one operation per
 thread is in flight, and what waits costs no memory beyond the list of pieces.
+
+[Note: Reads first] Somebody computes with what is read, and nobody with what is written. So reads
+go before writes, but for one thread: writes always go on, since they give memory back. A read is
+delayed by writes for no longer than the blocks take that are under way.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -18,6 +23,8 @@ import xxhash
 
 from mt_lightning.errors import CorruptPageError, MegaTrainError
 from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.tiers.ledger import READ, WRITE
+from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.store import Store
 
 logger = logging.getLogger(__name__)
@@ -53,14 +60,23 @@ class Ticket:
     """The receipt of a request.
 
     Attributes:
+        kind: "read", "write" or "sync".
+        name: of the payload, empty where there are several.
         sums: of a write, once it is done: the xxh3_64 of each block of each piece, in order.
         num_unstarted: operations that no thread has taken yet.
     """
 
     def __init__(
-        self, operations: Iterator[Operation], num_operations: int, sums: list[int]
+        self,
+        kind: str,
+        name: str,
+        operations: Iterator[Operation],
+        num_operations: int,
+        sums: list[int],
     ) -> None:
         """Describe a request; made by `IOQueue`."""
+        self.kind = kind
+        self.name = name
         self.sums = sums
         self.error_was_read = False
         self._operations: Iterator[Operation] | None = operations
@@ -86,7 +102,10 @@ class Ticket:
         Raises:
             StorageError: the first error of the request (or whatever else it raised).
         """
-        self._finished.wait()
+        if not self._finished.is_set():
+            account = READ if self.kind == "read" else WRITE
+            with Span(f"wait for {self.kind}", self.name, account):
+                self._finished.wait()
         if self._error is not None:
             self.error_was_read = True
             raise self._error
@@ -119,24 +138,37 @@ class Ticket:
 
 
 class IOQueue:
-    """Threads that move blocks between buffers and a store, in the order of the requests.
+    """Threads that move blocks between buffers and a store: reads first, each kind in order.
 
     Requests run in parallel with each other: what must happen after a request must be asked for
     after its `wait`. A buffer belongs to the queue from the request to the end of its ticket.
     """
 
-    def __init__(self, store: Store, num_threads: int = 4) -> None:
+    def __init__(
+        self,
+        store: Store,
+        num_threads: int = 4,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         """Start the threads.
 
         Args:
             store: where bytes lie.
             num_threads: operations in flight; two to four saturate a drive.
+            clock: seconds, for `busy_s`.
         """
         self._store = store
-        self._waiting: deque[Ticket] = deque()
+        self._reads: deque[Ticket] = deque()
+        self._others: deque[Ticket] = deque()
+        self._most_reads = max(1, num_threads - 1)
+        """Reads in flight while something else waits."""
         self._condition = threading.Condition()
         self._closed = False
         self._failures: list[Ticket] = []
+        self._clock = clock
+        self._num_busy: dict[str, int] = {"read": 0, "write": 0, "sync": 0}
+        self._busy_since_s = dict.fromkeys(self._num_busy, 0.0)
+        self._busy_s = dict.fromkeys(self._num_busy, 0.0)
         self._threads = [
             threading.Thread(target=self._work, name=f"megatrain-io-{i}", daemon=True)
             for i in range(num_threads)
@@ -157,6 +189,8 @@ class IOQueue:
         blocks = _Blocks(pieces)
         assert sums is None or len(sums) == len(blocks), (name, len(blocks), len(sums))
         return self._submit(
+            "read",
+            name,
             len(blocks),
             (
                 partial(
@@ -176,6 +210,8 @@ class IOQueue:
         blocks = _Blocks(pieces)
         sums = [0] * len(blocks)
         return self._submit(
+            "write",
+            name,
             len(blocks),
             (
                 partial(_write_block, self._store, name, offset, block, sums, index)
@@ -187,20 +223,28 @@ class IOQueue:
     def sync(self, names: Iterable[str]) -> Ticket:
         """Ask to make payloads durable: all their writes whose tickets are done."""
         todo = list(names)
-        return self._submit(len(todo), (partial(self._store.sync, name) for name in todo))
+        operations = (partial(_sync, self._store, name) for name in todo)
+        return self._submit("sync", "", len(todo), operations)
 
     def hurry(self, ticket: Ticket) -> None:
-        """Let a request go before all others that have not begun."""
+        """Let a request go before all others of its kind that have not begun."""
         with self._condition:
-            if ticket.num_unstarted and self._waiting[0] is not ticket:
-                self._waiting.remove(ticket)
-                self._waiting.appendleft(ticket)
+            queue = self._queue(ticket)
+            if ticket.num_unstarted and queue[0] is not ticket:
+                queue.remove(ticket)
+                queue.appendleft(ticket)
 
     @property
     def num_queued(self) -> int:
         """How many operations wait for a thread."""
         with self._condition:
-            return sum(ticket.num_unstarted for ticket in self._waiting)
+            return sum(ticket.num_unstarted for ticket in (*self._reads, *self._others))
+
+    def busy_s(self, kind: str) -> float:
+        """Return for how long at least one operation of a kind has been in flight, in seconds."""
+        with self._condition:
+            open_s = self._clock() - self._busy_since_s[kind] if self._num_busy[kind] else 0.0
+            return self._busy_s[kind] + open_s
 
     def check(self) -> None:
         """Raise the first error that nobody has read from its ticket."""
@@ -220,17 +264,31 @@ class IOQueue:
         self.check()
 
     def _submit(
-        self, num_operations: int, operations: Iterator[Operation], sums: list[int] | None = None
+        self,
+        kind: str,
+        name: str,
+        num_operations: int,
+        operations: Iterator[Operation],
+        sums: list[int] | None = None,
     ) -> Ticket:
-        ticket = Ticket(operations, num_operations, sums or [])
+        ticket = Ticket(kind, name, operations, num_operations, sums or [])
         with self._condition:
             assert not self._closed, "the I/O queue is closed"
             # An error that was raised refers to the frames it passed, and they to tensors.
             self._failures = [each for each in self._failures if not each.error_was_read]
             if not ticket.done():
-                self._waiting.append(ticket)
+                self._queue(ticket).append(ticket)
                 self._condition.notify_all()
         return ticket
+
+    def _queue(self, ticket: Ticket) -> deque[Ticket]:
+        return self._reads if ticket.kind == "read" else self._others
+
+    def _next_queue(self) -> deque[Ticket] | None:
+        """Return where the next operation comes from, None where nothing waits."""
+        if self._reads and (not self._others or self._num_busy["read"] < self._most_reads):
+            return self._reads
+        return self._others or None
 
     def _work(self) -> None:
         while self._work_once():
@@ -239,14 +297,18 @@ class IOQueue:
     def _work_once(self) -> bool:
         """Run one operation; a function of its own so that no local outlives the operation."""
         with self._condition:
-            while not self._waiting:
+            while (queue := self._next_queue()) is None:
                 if self._closed:
                     return False
                 self._condition.wait()
-            ticket = self._waiting[0]
+            ticket = queue[0]
             operation, last = ticket._next()
             if last:
-                self._waiting.popleft()
+                queue.popleft()
+            kind = ticket.kind
+            if not self._num_busy[kind]:
+                self._busy_since_s[kind] = self._clock()
+            self._num_busy[kind] += 1
         error: BaseException | None = None
         if not ticket.failed:  # the rest of a failed request is not worth the drive's time
             try:
@@ -255,6 +317,9 @@ class IOQueue:
                 error = _without_frames(raised)
         del operation  # before the caller is told: it refers to the caller's buffers
         with self._condition:
+            self._num_busy[kind] -= 1
+            if not self._num_busy[kind]:
+                self._busy_s[kind] += self._clock() - self._busy_since_s[kind]
             if ticket._end(error):
                 self._failures.append(ticket)
         return True
@@ -263,9 +328,10 @@ class IOQueue:
 def _read_block(
     store: Store, name: str, offset: int, block: memoryview, expected: int | None
 ) -> None:
-    store.read(name, offset, block)
-    if expected is None or xxhash.xxh3_64_intdigest(block) == expected:
-        return
+    with Span("read", name, nbytes=block.nbytes):
+        store.read(name, offset, block)
+        if expected is None or xxhash.xxh3_64_intdigest(block) == expected:
+            return
     store.read(name, offset, block)
     found = xxhash.xxh3_64_intdigest(block)
     where = f"{block.nbytes} bytes at offset {offset}"
@@ -287,9 +353,15 @@ def _read_block(
 def _write_block(
     store: Store, name: str, offset: int, block: memoryview, sums: list[int], index: int
 ) -> None:
-    # Summed first: if the buffer changes under the write, the next read finds out.
-    sums[index] = xxhash.xxh3_64_intdigest(block)
-    store.write(name, offset, block)
+    with Span("write", name, nbytes=block.nbytes):
+        # Summed first: if the buffer changes under the write, the next read finds out.
+        sums[index] = xxhash.xxh3_64_intdigest(block)
+        store.write(name, offset, block)
+
+
+def _sync(store: Store, name: str) -> None:
+    with Span("sync", name):
+        store.sync(name)
 
 
 def _without_frames(error: BaseException) -> BaseException:

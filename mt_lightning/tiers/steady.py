@@ -9,8 +9,10 @@ from typing import TypeVar
 import torch
 
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
+from mt_lightning.tiers.ledger import DEVICE
 from mt_lightning.tiers.link import Download, Link, Upload
 from mt_lightning.tiers.patience import Patience
+from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.store import Store
 from mt_lightning.tiers.watch import Watch
 from mt_lightning.tiers.wrapped import WrappedStore
@@ -74,7 +76,9 @@ class WatchedLink(Link):
 
     def wait(self, upload: Upload) -> torch.Tensor:
         """See `Link.wait`."""
-        with self._watch.over(f"a copy of {upload.device.nbytes} bytes to the device"):
+        nbytes = upload.device.nbytes
+        over = self._watch.over(f"a copy of {nbytes} bytes to the device")
+        with over, Span("wait for device", account=DEVICE, nbytes=nbytes):
             return self.inner.wait(upload)
 
     def retire(self, device_tensor: torch.Tensor) -> None:
@@ -87,7 +91,7 @@ class WatchedLink(Link):
 
     def done(self, download: Download) -> torch.Tensor:
         """See `Link.done`."""
-        with self._watch.over("a copy from the device"):
+        with self._watch.over("a copy from the device"), Span("download", account=DEVICE):
             return self.inner.done(download)
 
     def close(self) -> None:

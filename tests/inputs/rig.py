@@ -59,7 +59,7 @@ class Rig:
         self.store = store or MemoryStore()
         self.io, self.arena, self.stats = IOQueue(self.store, 2), Arena(), Stats()
         self.budget = Budget(limit_bytes + 2 * FRAME_BYTES)
-        pool = WeightPool(self.arena, self.budget, self.store, self.io, self.stats, lambda: 0.0)
+        pool = WeightPool(self.arena, self.budget, self.store, self.io, self.stats)
         self.files = InputFiles(self.store, ["."], 0, max_disk_bytes, usable=usable)
         mover = Mover(self.io, self.arena, self.files, self.stats)
         through = [self.budget.reserve(FRAME_BYTES, "state") for _ in range(2)]

@@ -6,7 +6,6 @@ gradients, keeps views of frames as autograd does, and commits. The model is a d
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from math import inf
 from typing import Any
@@ -62,9 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.store = MemoryStore()
         self.io = IOQueue(self.store, num_threads=2)
         self.stats = Stats()
-        self.pool = WeightPool(
-            self.arena, self.budget, self.store, self.io, self.stats, time.perf_counter
-        )
+        self.pool = WeightPool(self.arena, self.budget, self.store, self.io, self.stats)
         self.next_use: dict[int, float] = {}
         self.pool.next_use = lambda page: self.next_use.get(page, inf)
         self.pages = [make_page(i, n) for i, n in enumerate(PLANES)]

@@ -75,7 +75,6 @@ class Run:
             MemoryStore(),
             self.drive,  # type: ignore[arg-type]
             self.stats,
-            lambda: self.drive.now_s,
         )
         units = [[index] for index in range(num_units)]
         self.ahead = ReadAhead(units, [ALIGN_BYTES] * num_units, (), limit_bytes, depth)
@@ -85,7 +84,7 @@ class Run:
 
     def step(self, accesses: Sequence[tuple[int, int]]) -> float:
         """Return how long training waited for reads."""
-        before = self.stats.stall_read_s
+        waited_s = 0.0
         for unit, kind in accesses:
             if self.held is not None:
                 self.pool.release(self.held)
@@ -93,12 +92,13 @@ class Run:
             self.held = entry = self.pool.pin(self.pages[unit])
             if entry.read is not None and not entry.read.done():
                 self.ahead.stalled()
-            with self.stats.timing("stall_read_s", lambda: self.drive.now_s):
-                entry.wait()
+            begin_s = self.drive.now_s
+            entry.wait()
+            waited_s += self.drive.now_s - begin_s
             self.prepare()
             self.drive.now_s += COMPUTE_S
         self.ahead.predictor.end_of_step()
-        return self.stats.stall_read_s - before
+        return waited_s
 
     def prepare(self) -> None:
         kept = []

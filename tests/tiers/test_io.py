@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -179,3 +180,54 @@ def test_what_is_waited_for_goes_before_what_was_asked_for_sooner(filled: Fill) 
     queue.hurry(tickets["b"])
     queue.close()
     assert store.order == ["a", "c", "b", "d"]
+
+
+class Turnstile(MemoryStore):
+    """Lets one operation through at a time, and notes which ones have begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order: list[str] = []
+        self.turns = threading.Semaphore(0)
+
+    def read(self, name: str, offset: int, buffer: memoryview) -> None:
+        self.order.append("read")
+        assert self.turns.acquire(timeout=60)
+        super().read(name, offset, buffer)
+
+    def write(self, name: str, offset: int, buffer: memoryview) -> None:
+        self.order.append("write")
+        assert self.turns.acquire(timeout=60)
+        super().write(name, offset, buffer)
+
+
+def begun(store: Turnstile, count: int) -> list[str]:
+    """Wait until `count` operations have begun; return them."""
+    for _ in range(6000):
+        if len(store.order) >= count:
+            break
+        time.sleep(0.01)
+    return store.order
+
+
+def test_writes_do_not_delay_reads_and_reads_do_not_stop_writes(filled: Fill) -> None:
+    store, frame = Turnstile(), filled(4096)
+    store.create("a", 4096)
+    queue = IOQueue(store, num_threads=3)
+    writes = [queue.write("a", [(0, frame.memory)]) for _ in range(20)]
+    assert begun(store, 3) == ["write"] * 3
+    reads = [queue.read("a", [(0, frame.memory)]) for _ in range(6)]
+    for count in range(4, 12):
+        store.turns.release()
+        begun(store, count)
+    # As threads become free: reads, but for one thread. All six had begun when two writes more had.
+    assert store.order[3:5] == ["read", "read"]
+    assert store.order[3:11].count("read") >= 4
+    assert store.order[3:11].count("write") >= 1
+    store.turns.release(100)
+    for ticket in (*writes, *reads):
+        ticket.wait()
+    assert (store.order.count("read"), store.order.count("write")) == (6, 20)
+    assert queue.busy_s("read") > 0
+    assert queue.busy_s("sync") == 0
+    queue.close()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from torch.profiler import record_function
 
 from mt_lightning.engine.inputs.files import InputFiles
 from mt_lightning.engine.inputs.item import Copy, Item
@@ -17,6 +16,7 @@ from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import align_up
 from mt_lightning.tiers.arena import Arena, Frame
 from mt_lightning.tiers.io import IOQueue, Ticket
+from mt_lightning.tiers.spans import Span
 
 
 class Mover:
@@ -47,7 +47,7 @@ class Mover:
         """
         tensor = item.ref()
         assert tensor is not None
-        with plainly(), record_function("MegaTrain::spill inputs"):
+        with plainly(), Span("spill inputs"):
             if item.copy is None or item.copy.version != tensor._version:
                 self.forget_copy(item)
                 try:
@@ -111,8 +111,7 @@ class Mover:
         assert item.read is not None
         assert item.frame is not None
         assert item.copy is not None
-        with record_function("MegaTrain::wait for inputs"):
-            item.read.wait()
+        item.read.wait()
         item.read = None
         with plainly():
             fill(tensor, item.frame, item.copy.shape, item.copy.base)

@@ -167,8 +167,7 @@ class InputTier:
                     assert item.copy is not None
                     self._mover.begin_read(item, self._reserve(item.copy.nbytes, "input frames"))
             for item in away:
-                with self._stats.timing("stall_read_s"):
-                    self._mover.end_read(item)
+                self._mover.end_read(item)
                 self._found(item)
         finally:
             self._needed = set()

@@ -31,6 +31,8 @@ from mt_lightning.engine.window.learned import Inputs, Learned, shapes_of
 from mt_lightning.engine.window.micro import Micro, View, current
 from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.engine.window.tail import whole
+from mt_lightning.tiers.ledger import COMPUTE, PAGING
+from mt_lightning.tiers.spans import Span
 
 if TYPE_CHECKING:
     from mt_lightning.engine.attached import Attached
@@ -187,7 +189,8 @@ class Window:
         self._sums, self.unit = None, None
         micros, self.micros = self.micros, []
         for micro in micros:
-            micro.kill()
+            with Span("abandon", account=PAGING):  # whose account its `finally` blocks would change
+                micro.kill()
         self._end()
         self._run.inputs.sweep()
 
@@ -254,7 +257,8 @@ class Window:
             grads += [grad for _, grad in micro.roots]
             micro.roots = []
         if edges:
-            torch.autograd.backward(edges, grads)
+            with Span("backward", account=COMPUTE):
+                torch.autograd.backward(edges, grads)
 
     def _go_on(self, micro: Micro, *, cutting: bool = False) -> None:
         """Let a step go on; gradients of resident parameters will tell whose they are."""
@@ -266,7 +270,8 @@ class Window:
                     node = torch.autograd.graph.get_gradient_edge(param).node
                     node.register_prehook(partial(self._meet, micro.number))
                     accumulators.append(node)
-        micro.go_on(cutting=cutting)
+        with Span("micro-batch", str(micro.number), COMPUTE):
+            micro.go_on(cutting=cutting)
         # Autograd knows them weakly; by now those that were used are in the graph.
         accumulators.clear()
 

@@ -25,7 +25,7 @@ from mt_lightning.plugins.precision import MegaTrainPrecision
 from mt_lightning.strategy import MegaTrainStrategy, grad_norm
 
 if TYPE_CHECKING:
-    from mt_lightning.callbacks import AccessRecorder, PagingMonitor, PagingReport
+    from mt_lightning.callbacks import AccessRecorder, PagingMonitor, PagingReport, PagingTrace
     from mt_lightning.huggingface import (
         CausalLMModule,
         TextDataModule,
@@ -49,6 +49,7 @@ __all__ = [
     "PagedCheckpointIO",
     "PagingMonitor",
     "PagingReport",
+    "PagingTrace",
     "StepError",
     "StorageError",
     "TextDataModule",
@@ -65,6 +66,7 @@ _LAZY = {
     "CausalLMModule": "mt_lightning.huggingface",
     "PagingMonitor": "mt_lightning.callbacks",
     "PagingReport": "mt_lightning.callbacks",
+    "PagingTrace": "mt_lightning.callbacks",
     "TextDataModule": "mt_lightning.huggingface",
     "Trainer": "mt_lightning.huggingface",
     "from_pretrained": "mt_lightning.huggingface",

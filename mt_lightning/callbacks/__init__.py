@@ -6,5 +6,6 @@ from mt_lightning.callbacks.access_recorder import AccessRecorder
 from mt_lightning.callbacks.monitor import PagingMonitor
 from mt_lightning.callbacks.progress import PagingProgressBar
 from mt_lightning.callbacks.report import PagingReport
+from mt_lightning.callbacks.trace import PagingTrace
 
-__all__ = ["AccessRecorder", "PagingMonitor", "PagingProgressBar", "PagingReport"]
+__all__ = ["AccessRecorder", "PagingMonitor", "PagingProgressBar", "PagingReport", "PagingTrace"]

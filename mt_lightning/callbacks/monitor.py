@@ -8,7 +8,7 @@ import rich
 from lightning.pytorch import LightningModule, Trainer
 from rich.console import Console
 
-from mt_lightning.callbacks.meter import StepRecord
+from mt_lightning.callbacks.meter import PARTS, StepRecord
 from mt_lightning.callbacks.recorder import PagingRecorder, RunCost
 from mt_lightning.callbacks.tables import GIB, cost_table, plan_table
 from mt_lightning.engine.plan import Plan
@@ -21,7 +21,10 @@ class PagingMonitor(PagingRecorder):
 
     Logged: `mt/ram_gib` (memory of paging, GiB), `mt/stall_share` (waiting as a share of the
     step), `mt/read_gb` and `mt/written_gb` (bytes of this step, 10^9), and `mt/tokens_per_s` if
-    the batch has `input_ids`. Under another strategy it says so once and does nothing.
+    the batch has `input_ids`. Where the time of the step went, in seconds: `mt/step_s` is the sum
+    of `mt/compute_s`, `mt/paging_s`, `mt/host_s` and of the waits `mt/stall_read_s`,
+    `mt/stall_write_s`, `mt/stall_memory_s`, `mt/stall_device_s` and `mt/stall_update_s`.
+    Under another strategy it says so once and does nothing.
 
     Args:
         tables: show the two tables.
@@ -50,7 +53,9 @@ class PagingMonitor(PagingRecorder):
             "mt/written_gb": record.written_bytes / _GB,
         }
         pl_module.log_dict(shown, on_step=True, on_epoch=False, prog_bar=True)
-        pl_module.log_dict(traffic, on_step=True, on_epoch=False)
+        times = {f"mt/{name}": getattr(record, name) for name in PARTS}
+        rest = {**traffic, "mt/step_s": record.wall_s, **times}
+        pl_module.log_dict(rest, on_step=True, on_epoch=False)
 
     def on_close(self, trainer: Trainer, cost: RunCost) -> None:
         """Show what the run cost."""

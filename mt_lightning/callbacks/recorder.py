@@ -11,8 +11,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from mt_lightning.callbacks.bottleneck import Advice, advise
 from mt_lightning.callbacks.memory import MemorySampler
 from mt_lightning.callbacks.meter import StepMeter, StepRecord
+from mt_lightning.callbacks.situation import situation
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.plan import Plan
 from mt_lightning.strategy import MegaTrainStrategy
@@ -47,6 +49,8 @@ class RunCost:
     """Bytes that a step reads, as the engine predicts them."""
     expected_written_bytes: int
     """Bytes that a step writes, as the engine predicts them."""
+    advice: Advice
+    """What bounds the speed, and what would move it."""
 
 
 class PagingRecorder(Callback, ABC):
@@ -113,9 +117,14 @@ class PagingRecorder(Callback, ABC):
             self.on_step(trainer, pl_module, record)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Note that what is read now is not the cost of a training step."""
+        """Note that what follows is not the cost of a training step."""
         if self._meter is not None:
-            self._meter.note_evaluation()
+            self._meter.start_evaluation()
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note that training goes on."""
+        if self._meter is not None:
+            self._meter.end_evaluation()
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Sum up; all updates have been written by now."""
@@ -133,16 +142,17 @@ class PagingRecorder(Callback, ABC):
             return
         self._sampler.stop()
         if self.records:
-            self.on_close(trainer, self._cost(engine))
+            self.on_close(trainer, self._cost(trainer, engine))
 
-    def _cost(self, engine: Engine) -> RunCost:
+    def _cost(self, trainer: Trainer, engine: Engine) -> RunCost:
         assert engine.plan is not None
         stats = engine.stats
         num_read, num_written = self._bytes_before
         num_steps = len(self.records)
         # Every step's update has been written, so the total is exact. Reads are not: the first
         # steps fill an empty pool, and validation reads too.
-        steady = [r for r in self.records[_WARM_UP_STEPS:] if not r.spans_evaluation]
+        later = self.records[_WARM_UP_STEPS:]
+        steady = [record for record in later if not record.spans_evaluation]
         read_per_step = (stats.bytes_read - num_read) / num_steps
         if num_steps >= _FEW_STEPS and steady:
             read_per_step = fmean(record.read_bytes for record in steady)
@@ -159,6 +169,7 @@ class PagingRecorder(Callback, ABC):
             written_bytes_per_step=(stats.bytes_written - num_written) / num_steps,
             expected_read_bytes=expected_read,
             expected_written_bytes=expected_written,
+            advice=advise(later or self.records, situation(trainer, engine)),
         )
 
 

@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from mt_lightning.callbacks.memory import process_memory_bytes
 from mt_lightning.callbacks.meter import StepRecord
 from mt_lightning.callbacks.recorder import PagingRecorder, RunCost
-from mt_lightning.callbacks.tables import GIB, format_bytes
+from mt_lightning.callbacks.tables import GIB, format_bytes, time_parts
 from mt_lightning.engine.plan import Plan
 from mt_lightning.errors import ConfigError
 
@@ -79,8 +79,9 @@ def draw_plots(folder: Path, cost: RunCost, process_bytes: Sequence[int]) -> Non
         },
         "time": {
             "whole step": [record.wall_s for record in records],
+            "compute": [record.compute_s for record in records],
             "stall": [record.stall_s for record in records],
-            "update worker": [record.update_s for record in records],
+            "host code": [record.host_s for record in records],
         },
         "traffic": {
             "read": [record.read_bytes / _GB for record in records],
@@ -159,6 +160,16 @@ def _report_text(cost: RunCost) -> str:
         f"| written per step | {format_bytes(cost.written_bytes_per_step)} "
         f"| expected {format_bytes(cost.expected_written_bytes)} |",
         f"| time per step | {wall_s / len(records):.3f} s | stall {stall_s / wall_s:.1%} |",
+        "",
+        "| where the time of a step went | s | share |",
+        "|---|---:|---:|",
+        *(
+            f"| {name.strip()}{', ' + note if note else ''} | {part_s / len(records):.4f} "
+            f"| {part_s / wall_s:.1%} |"
+            for name, note, part_s in time_parts(records)
+        ),
+        "",
+        cost.advice.text,
         "",
         *(f"![{name}]({name}.png)\n" for name in _PLOTS),
     ]

@@ -12,6 +12,24 @@ from mt_lightning.callbacks.meter import StepRecord
 from mt_lightning.callbacks.recorder import RunCost
 from mt_lightning.engine.plan import Plan
 
+_TIME_ROWS = (
+    ("compute", "compute_s", "code of the model"),
+    ("  of it again", "recompute_s", "units that backward ran again"),
+    ("stall", "stall_read_s", "waiting for reads"),
+    ("stall", "stall_write_s", "waiting for writes"),
+    ("stall", "stall_memory_s", "waiting for memory"),
+    ("stall", "stall_device_s", "waiting for the device"),
+    ("update", "stall_update_s", "waiting for updates"),
+    ("paging", "paging_s", "work of the kit beside compute"),
+    ("host code", "host_s", "loop, data loader, hooks"),
+)
+_RARE = ("recompute_s", "stall_write_s", "stall_device_s")
+_BESIDE_ROWS = (
+    ("update worker", "update_s", "busy, beside the rows above"),
+    ("drive", "drive_read_s", "reading, beside them"),
+    ("drive", "drive_write_s", "writing, beside them"),
+)
+
 GIB = 1024**3
 _MIB = 1024**2
 _DAY_S = 86400
@@ -86,7 +104,14 @@ def cost_table(cost: RunCost) -> Table:
     table.add_row("written per day", f"{per_day / 1e12:.2f} TB", "at this speed; drives wear by it")
     table.add_section()
     _add_time_rows(table, cost.records)
+    table.caption = Text(cost.advice.text)
     return table
+
+
+def time_parts(records: Sequence[StepRecord]) -> list[tuple[str, str, float]]:
+    """Return what the time of steps went to: a name, a note, and seconds of all steps."""
+    sums = [(n, note, f, sum(getattr(r, f) for r in records)) for n, f, note in _TIME_ROWS]
+    return [(n, note, s) for n, note, f, s in sums if s > 0 or f not in _RARE]
 
 
 def _add_input_rows(table: Table, records: Sequence[StepRecord]) -> float:
@@ -107,19 +132,14 @@ def _add_input_rows(table: Table, records: Sequence[StepRecord]) -> float:
 
 def _add_time_rows(table: Table, records: Sequence[StepRecord]) -> None:
     wall_s = _seconds_per_step(records) * len(records)
-    stall_s = sum(record.stall_s for record in records)
     num_tokens = sum(record.num_tokens for record in records)
     speed = f"{num_tokens / wall_s:.0f} tokens/s" if num_tokens else ""
     table.add_row("time per step", f"{wall_s / len(records):.2f} s", speed)
-    table.add_row("  compute", _share(wall_s - stall_s, wall_s))
-    for name, part_s in (
-        ("weights", sum(record.stall_read_s for record in records)),
-        ("updates", sum(record.stall_update_s for record in records)),
-        ("memory", sum(record.stall_memory_s for record in records)),
-    ):
-        table.add_row("  stall", _share(part_s, wall_s), f"waiting for {name}")
-    update_s = sum(record.update_s for record in records)
-    table.add_row("update worker", _share(update_s, wall_s), "busy, beside the rows above")
+    for name, note, part_s in time_parts(records):
+        table.add_row(f"  {name}", _share(part_s, wall_s), note)
+    for name, field, note in _BESIDE_ROWS:
+        part_s = sum(getattr(record, field) for record in records)
+        table.add_row(name, _share(part_s, wall_s), note)
 
 
 def _seconds_per_step(records: Sequence[StepRecord]) -> float:

@@ -4,9 +4,9 @@
 next block from it when it is free. So submitting never blocks the caller, at most one operation per
 thread is in flight, and what waits costs no memory beyond the list of pieces.
 
-[Note: Reads first] Somebody computes with what is read, and nobody with what is written. So reads
-go before writes, but for one thread: writes always go on, since they give memory back. A read is
-delayed by writes for no longer than the blocks take that are under way.
+[Note: lanes] Each drive has threads of its own, some for reads and some for writes: else a large
+write to one drive would keep every thread from another drive, and from the pages that training
+waits for on the same one, while most drives read and write at once.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.tiers.ledger import READ, WRITE
 from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.store import Store
+from mt_lightning.tiers.uninterrupted import uninterrupted
 
 logger = logging.getLogger(__name__)
 
@@ -137,11 +138,24 @@ class Ticket:
             return first
 
 
-class IOQueue:
-    """Threads that move blocks between buffers and a store: reads first, each kind in order.
+class _Lane:
+    """Requests of one kind on one drive, in order, and the threads that run them."""
 
-    Requests run in parallel with each other: what must happen after a request must be asked for
-    after its `wait`. A buffer belongs to the queue from the request to the end of its ticket.
+    def __init__(self, lock: threading.Lock) -> None:
+        self.waiting: deque[Ticket] = deque()
+        self.changed = threading.Condition(lock)
+        self.threads: list[threading.Thread] = []
+
+
+class IOQueue:
+    """Threads that move blocks between buffers and a store; see the note on lanes.
+
+    Requests run in parallel with each other, those of a lane in their order: what must happen after
+    a request must be asked for after its `wait`. A buffer belongs to the queue from the request to
+    the end of its ticket.
+
+    Attributes:
+        num_threads: Operations in flight in each lane.
     """
 
     def __init__(
@@ -150,31 +164,23 @@ class IOQueue:
         num_threads: int = 4,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start the threads.
+        """Start without threads; a lane's are started with its first request.
 
         Args:
             store: where bytes lie.
-            num_threads: operations in flight; two to four saturate a drive.
+            num_threads: operations in flight in each lane; two to four saturate a drive.
             clock: seconds, for `busy_s`.
         """
+        self.num_threads = num_threads
         self._store = store
-        self._reads: deque[Ticket] = deque()
-        self._others: deque[Ticket] = deque()
-        self._most_reads = max(1, num_threads - 1)
-        """Reads in flight while something else waits."""
-        self._condition = threading.Condition()
+        self._lock = threading.Lock()
+        self._lanes: dict[tuple[int, str], _Lane] = {}
         self._closed = False
         self._failures: list[Ticket] = []
         self._clock = clock
         self._num_busy: dict[str, int] = {"read": 0, "write": 0, "sync": 0}
         self._busy_since_s = dict.fromkeys(self._num_busy, 0.0)
         self._busy_s = dict.fromkeys(self._num_busy, 0.0)
-        self._threads = [
-            threading.Thread(target=self._work, name=f"megatrain-io-{i}", daemon=True)
-            for i in range(num_threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def read(self, name: str, pieces: Sequence[Piece], sums: Sequence[int] | None = None) -> Ticket:
         """Ask for bytes.
@@ -191,6 +197,7 @@ class IOQueue:
         return self._submit(
             "read",
             name,
+            self._store.drive_of(name),
             len(blocks),
             (
                 partial(
@@ -212,6 +219,7 @@ class IOQueue:
         return self._submit(
             "write",
             name,
+            self._store.drive_of(name),
             len(blocks),
             (
                 partial(_write_block, self._store, name, offset, block, sums, index)
@@ -224,31 +232,34 @@ class IOQueue:
         """Ask to make payloads durable: all their writes whose tickets are done."""
         todo = list(names)
         operations = (partial(_sync, self._store, name) for name in todo)
-        return self._submit("sync", "", len(todo), operations)
+        drive = self._store.drive_of(todo[0]) if todo else 0
+        return self._submit("sync", "", drive, len(todo), operations)
 
     def hurry(self, ticket: Ticket) -> None:
-        """Let a request go before all others of its kind that have not begun."""
-        with self._condition:
-            queue = self._queue(ticket)
-            if ticket.num_unstarted and queue[0] is not ticket:
-                queue.remove(ticket)
-                queue.appendleft(ticket)
+        """Let a request go before all others of its lane that have not begun."""
+        with self._lock:
+            for lane in self._lanes.values():
+                if ticket in lane.waiting and lane.waiting[0] is not ticket:
+                    lane.waiting.remove(ticket)
+                    lane.waiting.appendleft(ticket)
 
     @property
     def num_queued(self) -> int:
         """How many operations wait for a thread."""
-        with self._condition:
-            return sum(ticket.num_unstarted for ticket in (*self._reads, *self._others))
+        with self._lock:
+            return sum(
+                ticket.num_unstarted for lane in self._lanes.values() for ticket in lane.waiting
+            )
 
     def busy_s(self, kind: str) -> float:
         """Return for how long at least one operation of a kind has been in flight, in seconds."""
-        with self._condition:
+        with self._lock:
             open_s = self._clock() - self._busy_since_s[kind] if self._num_busy[kind] else 0.0
             return self._busy_s[kind] + open_s
 
     def check(self) -> None:
         """Raise the first error that nobody has read from its ticket."""
-        with self._condition:
+        with self._lock:
             self._failures = [ticket for ticket in self._failures if not ticket.error_was_read]
             unread = self._failures[0] if self._failures else None
         if unread is not None:
@@ -256,55 +267,63 @@ class IOQueue:
 
     def close(self) -> None:
         """Finish every request, end the threads, then `check`."""
-        with self._condition:
+        with self._lock:
             self._closed = True
-            self._condition.notify_all()
-        for thread in self._threads:
-            thread.join()
+            for lane in self._lanes.values():
+                lane.changed.notify_all()
+        for lane in self._lanes.values():
+            for thread in lane.threads:
+                thread.join()
         self.check()
 
     def _submit(
         self,
         kind: str,
         name: str,
+        drive: int,
         num_operations: int,
         operations: Iterator[Operation],
         sums: list[int] | None = None,
     ) -> Ticket:
         ticket = Ticket(kind, name, operations, num_operations, sums or [])
-        with self._condition:
+        with self._lock:
             assert not self._closed, "the I/O queue is closed"
             # An error that was raised refers to the frames it passed, and they to tensors.
             self._failures = [each for each in self._failures if not each.error_was_read]
             if not ticket.done():
-                self._queue(ticket).append(ticket)
-                self._condition.notify_all()
+                key = (drive, "read" if kind == "read" else "write")
+                lane = self._lanes.get(key) or self._open(key)
+                lane.waiting.append(ticket)
+                lane.changed.notify_all()
         return ticket
 
-    def _queue(self, ticket: Ticket) -> deque[Ticket]:
-        return self._reads if ticket.kind == "read" else self._others
+    def _open(self, key: tuple[int, str]) -> _Lane:
+        """Start a lane. Called under the lock."""
+        drive, verb = key
+        with uninterrupted():
+            lane = self._lanes[key] = _Lane(self._lock)
+            for i in range(self.num_threads):
+                name = f"megatrain-{verb}-{drive}-{i}"
+                thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
+                lane.threads.append(thread)
+                thread.start()
+        return lane
 
-    def _next_queue(self) -> deque[Ticket] | None:
-        """Return where the next operation comes from, None where nothing waits."""
-        if self._reads and (not self._others or self._num_busy["read"] < self._most_reads):
-            return self._reads
-        return self._others or None
-
-    def _work(self) -> None:
-        while self._work_once():
+    def _work(self, lane: _Lane) -> None:
+        while self._work_once(lane):
             pass
 
-    def _work_once(self) -> bool:
+    def _work_once(self, lane: _Lane) -> bool:
         """Run one operation; a function of its own so that no local outlives the operation."""
-        with self._condition:
-            while (queue := self._next_queue()) is None:
+        with self._lock:
+            while not lane.waiting:
                 if self._closed:
                     return False
-                self._condition.wait()
-            ticket = queue[0]
+                lane.changed.wait()
+            ticket = lane.waiting[0]
             operation, last = ticket._next()
             if last:
-                queue.popleft()
+                lane.waiting.popleft()
             kind = ticket.kind
             if not self._num_busy[kind]:
                 self._busy_since_s[kind] = self._clock()
@@ -316,7 +335,7 @@ class IOQueue:
             except BaseException as raised:
                 error = _without_frames(raised)
         del operation  # before the caller is told: it refers to the caller's buffers
-        with self._condition:
+        with self._lock:
             self._num_busy[kind] -= 1
             if not self._num_busy[kind]:
                 self._busy_s[kind] += self._clock() - self._busy_since_s[kind]

@@ -118,6 +118,11 @@ class Store(ABC):
             self.replace(name, keep=keep)
         self.create(name, nbytes)
 
+    def drive_of(self, name: str) -> int:
+        """Return which drive a payload lies on: a number that means nothing else."""
+        del name
+        return 0
+
     @abstractmethod
     def read_small(self, name: str) -> bytes | None:
         """Return a small record, or None if it was never written."""
@@ -165,6 +170,8 @@ class FileStore(Store):
         self._files = DescriptorCache(self._open, _MAX_OPEN_FILES)
         self._places: dict[str, Path] = {}
         self._assigned_bytes = dict.fromkeys(self.directories, 0)
+        self._drives: dict[Path, int] = {}
+        """The number of the device of each directory."""
         self._unsynced = Unsynced()
         self._views: dict[str, list[LiveViews]] = {}
         self._bytes_read = 0
@@ -307,6 +314,11 @@ class FileStore(Store):
             remember(mapping, self, name, offset)
             return mapping
 
+    def drive_of(self, name: str) -> int:
+        """See `Store.drive_of`. Directories on one device are one drive."""
+        place = self._places.get(name)
+        return 0 if place is None else self._drives[place]
+
     def is_mapped(self, name: str) -> bool:
         """See `Store.is_mapped`."""
         if name not in self._places:
@@ -350,6 +362,7 @@ class FileStore(Store):
             pages.mkdir(parents=True, exist_ok=True)
             # Whoever made them, or files in them, may have been killed before they were durable.
             sync_path(pages)
+            self._drives[directory] = os.stat(pages).st_dev
             entries = [entry for entry in os.scandir(pages) if not entry.name.endswith(NEW_SUFFIX)]
             sizes = {entry.name: entry.stat().st_size for entry in entries}
         except OSError as error:

@@ -84,6 +84,10 @@ class WrappedStore(Store):
         call = partial(self.inner.map_private, name, offset, nbytes)
         return self._run("map_private", name, nbytes, call, offset)
 
+    def drive_of(self, name: str) -> int:
+        """See `Store.drive_of`."""
+        return self.inner.drive_of(name)
+
     def is_mapped(self, name: str) -> bool:
         """See `Store.is_mapped`."""
         return self.inner.is_mapped(name)

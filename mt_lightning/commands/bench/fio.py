@@ -44,7 +44,7 @@ class Fio:
     Args:
         engine: How it asks the kernel.
         direct: Whether around the page cache.
-        depth: Operations in flight, over all files.
+        depth: Operations in flight for each file.
     """
 
     def __init__(self, engine: str, direct: bool, depth: int) -> None:
@@ -59,7 +59,7 @@ class Fio:
         Args:
             probe: A page file of at least one block, which is read.
             direct: Whether around the page cache.
-            depth: Operations in flight.
+            depth: Operations in flight for each file.
         """
         if shutil.which("fio") is None:
             return None
@@ -95,7 +95,7 @@ class Fio:
                 f"--bs={BLOCK_BYTES}",
                 f"--rw={verb}",
                 f"--ioengine={self.engine}",
-                f"--iodepth={max(1, self._depth // len(files))}",
+                f"--iodepth={self._depth}",
                 f"--direct={int(self._direct)}",
                 "--end_fsync=1",
                 "--allow_file_create=0",

@@ -109,7 +109,7 @@ def measure(
         with _rig(group, num_bytes) as rig:
             fio = None
             if with_fio:
-                fio = Fio.find(rig.paths(READ)[0], rig.direct, rig.num_threads)
+                fio = Fio.find(rig.paths(READ)[0], rig.direct, rig.depth)
             runs: dict[str, list[tuple[Run, Run | None]]] = {name: [] for name in _OPERATIONS}
             for _ in range(num_rounds):
                 for operation in _OPERATIONS:
@@ -145,7 +145,6 @@ class _Rig:
         self._watch = Watch()
         self._queue = IOQueue(SteadyStore(self._files, Patience(0), self._watch))
         self._num_bytes = num_bytes
-        self.num_threads = len(self._queue._threads)
         self._names: dict[str, list[str]] = {READ: [], WRITE: []}
         self._sums: dict[str, list[int]] = {}
         self._frames: dict[str, list[Frame]] = {}
@@ -179,6 +178,13 @@ class _Rig:
     def direct(self) -> bool:
         """Whether I/O goes around the page cache."""
         return self._files.direct
+
+    @property
+    def depth(self) -> int:
+        """Operations in flight for each file; the files of a drive share its threads."""
+        names = self._names[READ]
+        num_drives = len({self._files.drive_of(name) for name in names})
+        return max(1, self._queue.num_threads * num_drives // len(names))
 
     @property
     def num_bytes(self) -> int:

@@ -13,6 +13,7 @@ from rich.progress import Progress
 from mt_lightning.commands.bench import adamw, prefetch
 from mt_lightning.commands.bench.io_command import add_io_parser, run_io
 from mt_lightning.commands.bench.machine_command import add_machine_parser, run_machine
+from mt_lightning.commands.bench.step_command import add_step_parser, run_step
 from mt_lightning.commands.bench.traces import GENERATORS, generate, load
 from mt_lightning.errors import ConfigError
 
@@ -34,6 +35,7 @@ def add_bench_parser(commands: Any) -> None:
     _add_prefetch_parser(benches)
     add_io_parser(benches)
     add_machine_parser(benches)
+    add_step_parser(benches)
 
 
 def _add_prefetch_parser(benches: Any) -> None:
@@ -111,4 +113,5 @@ _BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
     "prefetch": _run_prefetch,
     "io": run_io,
     "machine": run_machine,
+    "step": run_step,
 }

@@ -27,10 +27,7 @@ def test_every_budget_and_balance_is_measured(
     ]
     for result in results:
         assert result["seconds"] > 0
-        assert (result["bound_s"] is None) == result["name"].startswith("plain")
-        assert result["of_bound"] is None or result["of_bound"] * result["bound_s"] == (
-            pytest.approx(result["seconds"])
-        )
+        assert result["of_bound"] * result["bound_s"] == pytest.approx(result["seconds"])
     slow, slower = (result for result in results if result["name"] == "smallest")
     assert slow["read_bytes"] > 0
     assert slow["written_bytes"] > 0

@@ -4,7 +4,9 @@
 No step is faster than its work on all processors at once, nor than its bytes at the drive's speed:
 max((computing + updating) / processors, bytes read / rate, bytes written / rate). Processor time is
 that of plain Lightning, which recomputes where the pages did; bytes are those that the plan of the
-budget moves. All contestants take turns of a few steps in one process; figures are medians.
+budget moves. Plain Lightning itself is above the bound where its own threads idle, or where two
+processors share one core. All contestants take turns of a few steps in one process; figures are
+medians.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ class StepTime:
         seconds: A step.
         cpu_seconds: Processor time of a step.
         of_plain: Its time over that of plain Lightning, the median over the turns.
-        bound_s: What no step is faster than, None for plain Lightning.
+        bound_s: What no step is faster than.
         of_bound: Its time over the bound.
         s_per_billion: Seconds for each billion of parameters.
         read_bytes: Read in a step.
@@ -93,8 +95,8 @@ class StepTime:
     seconds: float
     cpu_seconds: float
     of_plain: float
-    bound_s: float | None
-    of_bound: float | None
+    bound_s: float
+    of_bound: float
     s_per_billion: float
     read_bytes: float
     written_bytes: float
@@ -145,7 +147,13 @@ def measure(settings: Settings, progress: Progress) -> list[StepTime]:
     assert plan is not None
     plain = {name: turns[name] for name in (PLAIN, RECOMPUTED)}
     results = [
-        _result(_Contestant(name, None, None, Speed()), plain[name], plain, plan.num_params, None)
+        _result(
+            _Contestant(name, None, None, Speed()),
+            plain[name],
+            plain,
+            plan.num_params,
+            _compute_s(plain[name]),
+        )
         for name in plain
     ]
     for each in contestants:
@@ -235,10 +243,15 @@ def _bound_s(turn: Turn, plain: dict[str, list[Turn]], speed: Speed) -> float:
     assert plan is not None
     others = plain[RECOMPUTED if turn.recomputed else PLAIN]
     return max(
-        statistics.median(_cpu_s(other) for other in others) / num_processors(),
+        _compute_s(others),
         plan.read_bytes / speed.read_bytes_per_s,
         plan.written_bytes / speed.write_bytes_per_s,
     )
+
+
+def _compute_s(turns: list[Turn]) -> float:
+    """Return what computing and updating take where every processor is busy."""
+    return statistics.median(_cpu_s(turn) for turn in turns) / num_processors()
 
 
 def _result(
@@ -246,7 +259,7 @@ def _result(
     turns: list[Turn],
     plain: dict[str, list[Turn]],
     num_params: int,
-    bound_s: float | None,
+    bound_s: float,
 ) -> StepTime:
     seconds = statistics.median(second for turn in turns for second in turn.seconds)
     ratios = [_s(turn) / _s(other) for turn, other in zip(turns, plain[PLAIN], strict=True)]
@@ -259,7 +272,7 @@ def _result(
         cpu_seconds=statistics.median(_cpu_s(turn) for turn in turns),
         of_plain=statistics.median(ratios),
         bound_s=bound_s,
-        of_bound=None if bound_s is None else seconds / bound_s,
+        of_bound=seconds / bound_s,
         s_per_billion=seconds / num_params * 1e9,
         read_bytes=statistics.median(turn.read_bytes for turn in turns),
         written_bytes=statistics.median(turn.written_bytes for turn in turns),

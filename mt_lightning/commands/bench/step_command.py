@@ -161,7 +161,7 @@ def step_table(results: Sequence[Any]) -> Table:
             f"{result.seconds:.3f}",
             f"{result.cpu_seconds:.3f}",
             f"{result.of_plain:.2f}",
-            "" if result.of_bound is None else f"{result.of_bound:.2f}",
+            f"{result.of_bound:.2f}",
             f"{result.read_bytes / 2**20:.0f}",
             f"{result.written_bytes / 2**20:.0f}",
             f"{result.stall_s:.3f}",

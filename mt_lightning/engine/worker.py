@@ -5,7 +5,7 @@ from __future__ import annotations
 import traceback
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +35,13 @@ class UpdateWorker:
     Args:
         watch: Names a job that takes long.
         ledger: Where the time of the thread goes.
+        executor: Runs the jobs, one at a time; None: a thread.
     """
 
-    def __init__(self, watch: Watch, ledger: Ledger) -> None:
+    def __init__(self, watch: Watch, ledger: Ledger, executor: Executor | None = None) -> None:
         self._watch = watch
         self._ledger = ledger
-        self._pool = ThreadPoolExecutor(
+        self._pool = executor or ThreadPoolExecutor(
             max_workers=1,
             thread_name_prefix="megatrain-update",
             initializer=keep,

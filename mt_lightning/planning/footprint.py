@@ -58,7 +58,7 @@ def footprint(found: Answer) -> list[Item]:
     )
     unit_grads = min(unit_grads, at_work)
     streams = ram.pop("frames that state streams through", 0)
-    activations = device.pop("activations of a unit, loss", 0) + device.pop("what units save", 0)
+    activations = device.pop("activations of a unit", 0) + device.pop("what units save", 0)
     items = [
         Item(
             "weights",

@@ -19,9 +19,8 @@ from mt_lightning.planning.machines import GIB, Machine
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork
 
-_LOSS_CHUNK_BYTES = {True: 32 << 20, False: 256 << 20}
+LOSS_CHUNK_BYTES = {True: 32 << 20, False: 256 << 20}
 """Logits of a chunk of the loss, on a CPU and on an accelerator."""
-_LOSS_COPIES = 3
 _NUM_DEVICE_FRAMES = 2
 """Units whose weights lie on the device: one at work, one on its way."""
 _DEVICE_SHARE = 0.92
@@ -155,10 +154,9 @@ def tiers_of(
     """
     units = work.units if work is not None else ()
     live = max((w.live_bytes for w in units), default=0)
-    loss = _LOSS_COPIES * _LOSS_CHUNK_BYTES[machine.on_host] if work is not None else 0
     micros = training.accumulate_grad_batches if runs_layer_major(plan) else 1
     inputs = micros * sum(w.input_bytes for w in units)
-    device = {} if machine.on_host else _device(build, live + loss)
+    device = {} if machine.on_host else _device(build, live)
     device_limit = 0 if machine.on_host else int(_DEVICE_SHARE * (machine.device.memory_bytes or 0))
     graph_bytes = plan.graph_bytes
     if not machine.on_host:
@@ -185,7 +183,7 @@ def tiers_of(
         device_limit_bytes=device_limit,
         ram=ram,
         ram_limit_bytes=plan.ram_limit_bytes,
-        ram_beside_bytes=live + loss if machine.on_host else 0,
+        ram_beside_bytes=live if machine.on_host else 0,
         locked_bytes=0 if machine.on_host else min(sum(ram.values()), 4 * _largest_unit(build)),
         disk={item: nbytes for item, nbytes in disk.items() if nbytes},
         disk_limit_bytes=sum(max(0, d.size_bytes - _DISK_MARGIN_BYTES) for d in machine.drives),
@@ -209,7 +207,7 @@ def _device(build: Build, live: int) -> dict[str, int]:
     return {
         "weights of two units": _NUM_DEVICE_FRAMES * _largest_unit(build) + resident,
         "gradients of a unit": grads,
-        "activations of a unit, loss": live,
+        "activations of a unit": live,
     }
 
 

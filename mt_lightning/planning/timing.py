@@ -195,14 +195,14 @@ def time_of_step(
         return Phase(name, times, busy, first_s if updates else 0.0)
 
     updated = [page for page in build.table if page.layout.optimizer is not None]
-    update_s = sum(_update_s(page, plan, training, machine) for page in updated)
+    update_s = sum(update_seconds(page, training, machine) for page in updated)
     first = [page for page in updated if build.units and page.index in build.units[0].pages]
     total = sum(page.layout.nbytes + page.state.nbytes for page in updated) or 1
     first_s = 0.0
     for page in first:
         share = (page.layout.nbytes + page.state.nbytes) / total
         io_s = drives(share * update_read, share * update_written)
-        first_s += max(io_s, _update_s(page, plan, training, machine))
+        first_s += max(io_s, update_seconds(page, training, machine))
 
     if waits:
         phases = [forward("forward with updates", 1, updates=True)]
@@ -229,7 +229,7 @@ def _cached_on_device(tiers: Tiers) -> int:
     return max(0, left) if tiers.device else 0
 
 
-def _update_s(page: Page, plan: Plan, training: Training, machine: Machine) -> float:
+def update_seconds(page: Page, training: Training, machine: Machine) -> float:
     """Return how long the host updates a page."""
     numel = sum(spec.numel for spec in page.layout.params)
     form = _form(training.options.optimizer_compression)

@@ -8,31 +8,20 @@ model. A unit like one that ran before is not run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import (
-    flop_registry,
-    sdpa_backward_flop_count,
-    sdpa_flop_count,
-)
 
 from mt_lightning.engine.units import Unit
+from mt_lightning.planning.counting import Counter, Fakes
 
-_FREE = frozenset(
-    (
-        "view", "_unsafe_view", "t", "transpose", "permute", "expand", "slice", "unsqueeze",
-        "squeeze", "detach", "alias", "select", "split", "as_strided", "chunk", "unbind", "device",
-        "empty", "empty_like", "new_empty",
-    )
-)  # fmt: skip
-"""Operations that move no bytes."""
+_LOSS_COPIES = 3
+"""Of a chunk of logits that exist at once."""
 
 Run = Callable[[nn.Module], Any]
 """Runs a model on one micro-batch of its own making, on the CPU."""
@@ -89,7 +78,15 @@ class ModelWork:
         return sum(w.flops + w.backward_flops for w in (*self.units, self.outside))
 
 
-def count_work(model: nn.Module, units: list[Unit], run: Run, *, autocast: bool) -> ModelWork:
+def count_work(
+    model: nn.Module,
+    units: list[Unit],
+    run: Run,
+    *,
+    autocast: bool,
+    head: nn.Module | None = None,
+    chunk_bytes: int = 0,
+) -> ModelWork:
     """Count what a model computes.
 
     Args:
@@ -97,13 +94,15 @@ def count_work(model: nn.Module, units: list[Unit], run: Run, *, autocast: bool)
         units: Its units.
         run: Runs it and returns its loss, or anything that holds tensors.
         autocast: Whether matrix products run in bfloat16.
+        head: The unit whose result, the logits, exists in chunks only; None where there is none.
+        chunk_bytes: Bytes of such a chunk.
 
     Raises:
         Exception: What running the model raises, where it cannot run without memory.
     """
-    counter, spy = _Counter(), _Spy(units)
+    counter, spy = Counter(), _Spy(units, head, chunk_bytes)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made = _Fakes(model)
+        made = Fakes(model)
         spy.weights = {id(t.untyped_storage()): None for t in made.tensors}
         spy.storages = [t.untyped_storage() for t in made.tensors]
         with made, spy.watching(counter), _autocast(autocast), counter, torch.enable_grad():
@@ -150,114 +149,15 @@ def estimate_work(units: list[Unit], tokens: int, reason: str) -> ModelWork:
     return ModelWork(tuple(works), Work(), tuple(range(len(units))), reason)
 
 
-class _Fakes:
-    """Gives a model's parameters and buffers fake tensors for a while."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self.tensors: list[Tensor] = []
-        self._swapped: list[tuple[dict[str, Any], str, Any]] = []
-        self._made: dict[int, Tensor] = {}
-
-        for module in model.modules():
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is not None:
-                        self._swapped.append((table, name, tensor))
-                        self._make(tensor)
-
-    def _make(self, tensor: Tensor) -> None:
-        if id(tensor) in self._made:
-            return
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-        if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            self.tensors.append(fake)
-        self._made[id(tensor)] = fake
-
-    def __enter__(self) -> None:
-        for table, name, tensor in self._swapped:
-            table[name] = self._made[id(tensor)]
-
-    def __exit__(self, *_: object) -> None:
-        for table, name, tensor in self._swapped:
-            table[name] = tensor
-
-
 def _autocast(on: bool) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=on, cache_enabled=False)
-
-
-class _Counter(TorchDispatchMode):
-    """Counts operations; what gathered weights hold is remembered, to be told from values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = self.moved_bytes = 0.0
-        self.num_ops = 0
-        self.gathered: dict[int, Any] = {}
-        self.is_weight: Callable[[Tensor], bool] = lambda tensor: False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        packet = func._overloadpacket
-        name = packet.__name__
-        if name in _FREE:
-            return out
-        self.num_ops += 1
-        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
-        if self._gathers(name, tensors):
-            # The rows of experts that tokens go to: weights, read in place by a real kernel.
-            for result in results:
-                self.gathered[id(result.untyped_storage())] = result.untyped_storage()
-            return out
-        flops = _FLOPS.get(name)
-        if flops is not None:
-            self.flops += flops(args, out)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
-        if packet in flop_registry or flops is not None:
-            return out
-        read = [] if name == "embedding" else tensors
-        self.moved_bytes += sum(t.numel() * t.element_size() for t in (*read, *results))
-        return out
-
-    def _gathers(self, name: str, tensors: list[Tensor]) -> bool:
-        if name in ("index", "index_select"):
-            return bool(tensors) and self.is_weight(tensors[0])
-        if not self.gathered:
-            return False
-        if name in ("index_put", "new_zeros"):  # the way of their gradients
-            return True
-        return name == "_to_copy" and id(tensors[0].untyped_storage()) in self.gathered
-
-
-def _attention(args: Any, out: Any) -> float:
-    causal = len(args) > 4 and args[4]
-    return sdpa_flop_count(*(a.shape for a in args[:3])) / (2 if causal else 1)
-
-
-def _attention_backward(args: Any, out: Any) -> float:
-    causal = len(args) > 7 and args[7]
-    return sdpa_backward_flop_count(*(a.shape for a in args[:4])) / (2 if causal else 1)
-
-
-_FLOPS: dict[str, Callable[[Any, Any], float]] = {
-    "_scaled_dot_product_flash_attention_for_cpu": _attention,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-}
-"""Operations that torch's own table lacks."""
 
 
 class _Spy:
     """Stands before the forward of each unit."""
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units
+    def __init__(self, units: list[Unit], head: nn.Module | None, chunk_bytes: int) -> None:
+        self._units, self._head, self._chunk_bytes = units, head, chunk_bytes
         self.works: list[Work | None] = [None] * len(units)
         self.order: list[int] = []
         self.flops = self.moved_bytes = 0.0
@@ -268,7 +168,7 @@ class _Spy:
         self._received: set[int] = set()
         self._kept: list[Any] = []
 
-    def watching(self, counter: _Counter) -> _Watching:
+    def watching(self, counter: Counter) -> _Watching:
         """Return a context in which units are watched."""
         counter.is_weight = self._is_weight
         return _Watching(self, self._units, counter)
@@ -277,7 +177,7 @@ class _Spy:
         return id(tensor.untyped_storage()) in self.weights
 
     def enter(
-        self, unit: Unit, forward: Callable[..., Any], counter: _Counter, args: Any, kwargs: Any
+        self, unit: Unit, forward: Callable[..., Any], counter: Counter, args: Any, kwargs: Any
     ) -> Any:
         """Run a unit, or recall what one like it gave."""
         self.order.append(unit.index)
@@ -312,7 +212,7 @@ class _Spy:
         return out
 
     def _count(
-        self, unit: Unit, forward: Callable[..., Any], counter: _Counter, args: Any, kwargs: Any
+        self, unit: Unit, forward: Callable[..., Any], counter: Counter, args: Any, kwargs: Any
     ) -> tuple[Work, Any]:
         args, kwargs = tree_map(_as_leaf, (args, kwargs))
         saved: dict[int, int] = {}
@@ -338,6 +238,9 @@ class _Spy:
             param.grad = None
         saved_bytes = sum(saved.values())
         result_bytes = sum(t.numel() * t.element_size() for t in results)
+        live_bytes = saved_bytes + 2 * result_bytes
+        if unit.module is self._head:
+            live_bytes = saved_bytes + _LOSS_COPIES * min(self._chunk_bytes, result_bytes)
         work = Work(
             flops=middle[0] - start[0],
             moved_bytes=middle[1] - start[1],
@@ -346,13 +249,13 @@ class _Spy:
             backward_moved_bytes=end[1] - middle[1],
             backward_num_ops=end[2] - middle[2],
             saved_bytes=saved_bytes,
-            live_bytes=saved_bytes + 2 * result_bytes,
+            live_bytes=live_bytes,
         )
         return work, tree_map(_as_leaf, out)
 
 
 class _Watching:
-    def __init__(self, spy: _Spy, units: Iterable[Unit], counter: _Counter) -> None:
+    def __init__(self, spy: _Spy, units: Iterable[Unit], counter: Counter) -> None:
         self._spy, self._units, self._counter = spy, list(units), counter
 
     def __enter__(self) -> None:

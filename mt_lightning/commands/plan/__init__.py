@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mt_lightning.commands.plan.machine import find
 from mt_lightning.commands.plan.model import find_model, worker_for
-from mt_lightning.commands.plan.tables import as_data, machine_data, show
+from mt_lightning.commands.plan.tables import as_data, machine_data, played_table, show
 from mt_lightning.engine.options import Options
 from mt_lightning.errors import ConfigError
 from mt_lightning.planning.advice import Adviser
@@ -20,6 +20,7 @@ from mt_lightning.planning.costs import Prices, costs_of
 from mt_lightning.planning.footprint import footprint
 from mt_lightning.planning.machines import DRIVES, MACHINES
 from mt_lightning.planning.planner import answer
+from mt_lightning.planning.simulation import simulate
 from mt_lightning.planning.training import OPTIMIZERS, PRECISIONS, Training
 
 _EXIT_DOES_NOT_FIT = 1
@@ -50,6 +51,9 @@ def add_plan_parser(commands: Any) -> None:
     group.add_argument("--price-per-hour", type=float, help="rent of the machine")
     group.add_argument("--price-per-kwh", type=float, help="energy")
     group.add_argument("--footprint", action="store_true", help="compare with training in memory")
+    group.add_argument(
+        "--simulate", action="store_true", help="play a step by the policies that run"
+    )
     group.add_argument("--no-advice", action="store_true", help="do not look for faster settings")
     group.add_argument("--plot", type=Path, metavar="FILE", help="write curves (.png, .svg)")
     group.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -102,20 +106,26 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     machine = find(options)
     model = find_model(options.model, None if options.units is None else tuple(options.units))
-    worker = worker_for(model)
+    worker = worker_for(model, on_host=machine.on_host)
     found = answer(model, training, machine, worker)
     best = costs = None
-    items = []
+    items, played = [], None
     if found.fits:
         if not options.no_advice:
             best = Adviser(model, machine, worker).best(training)
         costs = costs_of(found, prices)
         items = footprint(found) if options.footprint else []
+        played = simulate(found) if options.simulate else None
     if options.json:
         data = as_data(found, best, costs, items)
+        if played is not None:
+            data["simulated"] = {**vars(played), "compute_share": played.compute_share}
         print(json.dumps({**data, "machine_rates": machine_data(machine)}, indent=2))
     else:
-        show(Console(), found, best, costs, items)
+        console = Console()
+        show(console, found, best, costs, items)
+        if played is not None:
+            console.print(played_table(played))
     if options.plot is not None:
         from mt_lightning.commands.plan.plot import plot  # matplotlib is an extra
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from mt_lightning.commands.settings import CONFIG_NAME, VERSION_BASE, settings_d
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.skeleton import build_skeleton
 from mt_lightning.planning.planner import Worker
-from mt_lightning.planning.tiers import Model
+from mt_lightning.planning.tiers import LOSS_CHUNK_BYTES, Model
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork, count_work, estimate_work
 
@@ -41,20 +40,25 @@ def find_model(name: str, units: tuple[str, ...] | None = None) -> Model:
     return Model.of(name, root, units)
 
 
-def worker_for(model: Model) -> Worker:
-    """Return what counts the work of a model's micro-batches; each kind is counted once."""
+def worker_for(model: Model, *, on_host: bool = False) -> Worker:
+    """Return what counts the work of a model's micro-batches; each kind is counted once.
+
+    Args:
+        model: The model.
+        on_host: Whether the host computes, which takes smaller chunks of the loss.
+    """
     known: dict[tuple[int, int, str], ModelWork] = {}
 
     def work(training: Training) -> ModelWork:
         key = (training.batch_size, training.sequence_length, training.precision)
         if key not in known:
-            known[key] = _work(model, training)
+            known[key] = _work(model, training, LOSS_CHUNK_BYTES[on_host])
         return known[key]
 
     return work
 
 
-def _work(model: Model, training: Training) -> ModelWork:
+def _work(model: Model, training: Training, chunk_bytes: int) -> ModelWork:
     language = _language_model(model.root)
     if language is None:
         reason = "it is no language model of transformers: what its batches are is not known"
@@ -65,14 +69,21 @@ def _work(model: Model, training: Training) -> ModelWork:
         return language(input_ids=ids, labels=ids, use_cache=False)
 
     try:
-        return count_work(model.root, model.units, run, autocast=training.dtype == "bfloat16")
+        return count_work(
+            model.root,
+            model.units,
+            run,
+            autocast=training.dtype == "bfloat16",
+            head=language.get_output_embeddings(),
+            chunk_bytes=chunk_bytes,
+        )
     except Exception as error:  # models are of many kinds, and so is what they raise
         said = str(error).partition("\n")[0][:120]
         reason = f"it does not run without memory ({type(error).__name__}: {said})"
         return estimate_work(model.units, training.tokens, reason)
 
 
-def _language_model(root: nn.Module) -> Callable[..., Any] | None:
+def _language_model(root: nn.Module) -> PreTrainedModel | None:
     found = [module for module in root.modules() if isinstance(module, PreTrainedModel)]
     return next((module for module in found if module.get_output_embeddings() is not None), None)
 

@@ -15,6 +15,7 @@ from mt_lightning.planning.costs import Costs
 from mt_lightning.planning.footprint import Item
 from mt_lightning.planning.machines import GIB, Machine
 from mt_lightning.planning.planner import Answer
+from mt_lightning.planning.simulation import Simulated
 from mt_lightning.planning.training import Training
 
 
@@ -109,7 +110,7 @@ def _tiers(found: Answer) -> Table:
         _tier_rows(table, "device", tiers.device, tiers.device_limit_bytes)
     _tier_rows(table, "RAM, max_ram_gb", tiers.ram, tiers.ram_limit_bytes)
     if tiers.ram_beside_bytes:
-        table.add_row("RAM, beside it", "activations of a unit, loss", size(tiers.ram_beside_bytes))
+        table.add_row("RAM, beside it", "activations of a unit", size(tiers.ram_beside_bytes))
     if tiers.locked_bytes:
         table.add_row("RAM, page-locked", "frames that the device reads", size(tiers.locked_bytes))
     _tier_rows(table, "disk", tiers.disk, tiers.disk_limit_bytes)
@@ -195,6 +196,21 @@ def _cost_rows(costs: Costs) -> Iterator[tuple[str, str]]:
     for name, value, form in rows:
         if value is not None:
             yield name, form.format(value)
+
+
+def played_table(played: Simulated) -> Table:
+    """Show a step that was played in virtual time."""
+    table = _table("A step, played", "", "seconds", "share")
+    table.add_row("step", f"{played.step_s:,.3g}", "", style="bold")
+    for part, seconds in played.busy_s.items():
+        if seconds:
+            table.add_row(f"{part} busy", f"{seconds:,.3g}", f"{seconds / played.step_s:.0%}")
+    for what, seconds in played.stall_s.items():
+        name = f"computing waits for {'a read' if what == 'read' else what}"
+        table.add_row(name, f"{max(0.0, seconds):,.3g}", f"{seconds / played.step_s:.0%}")
+    table.add_row("read, written", f"{size(played.read_bytes)}, {size(played.written_bytes)}")
+    table.add_row("peak of what max_ram_gb counts", size(played.ram_peak_bytes))
+    return table
 
 
 def footprint_table(items: list[Item], precision: str) -> Table:

@@ -1,0 +1,387 @@
+"""A run in virtual time, by the policies that decide in a run.
+
+[Note: what is real] The budget, the pool of weights with its choice of victims, the prediction of
+the order, reading ahead, and the queue of updates are the objects that train. Theirs are the
+decisions; drives, link, device and updates take the time that the machine's rates say. What is
+written here is the order of calls of the thread that trains, as `Attached` and `Steps` have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.units import Unit
+from mt_lightning.engine.worker import UpdateWorker
+from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.pool import PoolEntry, WeightPool
+from mt_lightning.pager.predictor import BACKWARD, FORWARD
+from mt_lightning.pager.read_ahead import ReadAhead
+from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.planning.planner import Answer
+from mt_lightning.planning.tiers import lay_out, runs_layer_major
+from mt_lightning.planning.timing import COMPUTE
+from mt_lightning.planning.virtual import (
+    DOWN,
+    READ,
+    UP,
+    WRITE,
+    VirtualArena,
+    VirtualClock,
+    VirtualExecutor,
+    VirtualIO,
+    VirtualLink,
+    VirtualStore,
+    VirtualTicket,
+)
+from mt_lightning.planning.virtual_updates import MOST_PIECES, VirtualUpdates
+from mt_lightning.tiers.ledger import Ledger
+from mt_lightning.tiers.watch import Watch
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a step took, averaged over those that were timed.
+
+    Attributes:
+        step_s: Seconds.
+        busy_s: Seconds that each part of the machine worked in a step.
+        stall_s: Seconds that computing waited, by what for: "read", "update", "memory".
+        read_bytes: Read from the drives in a step.
+        written_bytes: Written in a step.
+        ram_peak_bytes: Most that was reserved.
+        spans: Part, name, begin and end of all that was done, where asked for.
+    """
+
+    step_s: float
+    busy_s: dict[str, float]
+    stall_s: dict[str, float]
+    read_bytes: float
+    written_bytes: float
+    ram_peak_bytes: int
+    spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+    @property
+    def compute_share(self) -> float:
+        """Share of the time in which the device computes."""
+        return self.busy_s.get(COMPUTE, 0.0) / self.step_s
+
+
+def simulate(
+    found: Answer,
+    *,
+    num_steps: int = 3,
+    num_warm: int = 2,
+    overlaps: bool = True,
+    records: bool = False,
+) -> Simulated:
+    """Play steps of a run that fits.
+
+    Args:
+        found: The answer; its plan is the one that is played.
+        num_steps: Steps that are timed.
+        num_warm: Steps before them: in the first the order is not known yet.
+        overlaps: Whether pages are read ahead and updates go on behind; for comparison.
+        records: Whether to keep what was done when.
+    """
+    run = _Run(found, overlaps)
+    for _ in range(num_warm):
+        run.step()
+    before = run.mark()
+    run.clock.records = records
+    for _ in range(num_steps):
+        run.step()
+    after = run.mark()
+    delta = {name: (after[name] - before.get(name, 0.0)) / num_steps for name in after}
+    stalls = {name: delta.pop(f"stall_{name}_s") for name in ("read", "update", "memory")}
+    return Simulated(
+        delta.pop("now"),
+        {name: value for name, value in delta.items() if not name.endswith("_bytes")},
+        stalls,
+        delta["read_bytes"],
+        delta["written_bytes"],
+        run.budget.peak_bytes,
+        run.clock.spans,
+    )
+
+
+class _Run:
+    """The thread that trains."""
+
+    def __init__(self, found: Answer, overlaps: bool) -> None:
+        assert found.plan is not None
+        assert found.work is not None
+        assert found.tiers is not None
+        self.found, self.plan, self.work = found, found.plan, found.work
+        self.machine, self.training = found.machine, found.training
+        # Pages keep which slot is current: the answer's stay as they are.
+        self.build: Build = lay_out(found.model, found.training)
+        self.overlaps = overlaps
+        self.clock = VirtualClock()
+        largest = max((page.layout.nbytes for page in self.build.table), default=1)
+        self.io = VirtualIO(self.clock, self.machine, max(BLOCK_BYTES, largest // MOST_PIECES))
+        self.budget, self.stats = Budget(self.plan.ram_limit_bytes), Stats()
+        executor = VirtualExecutor(self.clock)
+        self.worker = UpdateWorker(Watch(), Ledger(self.clock), executor)
+        self.pool = WeightPool(
+            cast("Any", VirtualArena()), self.budget, cast("Any", VirtualStore()),
+            cast("Any", self.io), self.stats,
+        )  # fmt: skip
+        self.ahead = ReadAhead(
+            [unit.pages for unit in self.build.units],
+            [page.layout.nbytes for page in self.build.table],
+            self.build.resident,
+            self.plan.ram_limit_bytes,
+            None if overlaps else 0,
+        )
+        self.pool.next_use, self.pool.judge = self.ahead.next_use, self.ahead.judge
+        self.pool.eager_bytes = self.ahead.largest_bytes
+        self.pool.relieve = self._relieve
+        self.stalls = {"read": 0.0, "update": 0.0, "memory": 0.0}
+        device = self.machine.device
+        self.up = VirtualLink(self.clock, UP, device.up_bytes_per_s)
+        self.down = VirtualLink(self.clock, DOWN, device.down_bytes_per_s)
+        self.uploads: dict[int, VirtualTicket] = {}
+        self.layer_major = runs_layer_major(self.plan)
+        self.times = self.training.accumulate_grad_batches if self.layer_major else 1
+        self.sweeps = self.training.accumulate_grad_batches // self.times
+        self.kept = found.tiers.kept_graphs
+        self.updates = VirtualUpdates(
+            self.clock, self.io, self.worker, self.pool, self.plan, self.training, self.machine,
+            overlaps=overlaps,
+        )  # fmt: skip
+        self.due, self.grads = self.updates.due, self.updates.grads
+        self.held: dict[int, list[Reservation]] = {}
+        self.spilled_inputs = self._spilled_inputs()
+        self._fixed()
+
+    def _fixed(self) -> None:
+        plan = self.plan
+        self.budget.reserve(
+            plan.num_ring * plan.ring_bytes
+            + plan.num_streams * plan.stream_bytes
+            + plan.num_staging * plan.staging_bytes
+            + plan.num_through * plan.through_bytes,
+            "state",
+        )
+        for page, chunk in self.plan.cached_state:
+            layout = self.build.table[page].state_layout
+            self.budget.reserve(layout.chunks[chunk].nbytes, "state")
+        for index in self.build.resident:
+            self.budget.reserve(2 * self.build.table[index].layout.grad_bytes, "gradients")
+        for page in self.build.table:
+            page.weight.slot, page.weight.sums = 0, [[]]
+            page.weight.committed = 0
+        for index in self.build.resident:
+            self.pool.pin(self.build.table[index]).wait()
+
+    def _spilled_inputs(self) -> set[int]:
+        """Return the units whose inputs go to disk: those that backward needs last go first."""
+        room = self.plan.inputs_bytes
+        sizes = [self.times * w.input_bytes for w in self.work.units]
+        left, gone = sum(sizes), set()
+        for unit, nbytes in enumerate(sizes):
+            if left <= room:
+                break
+            gone.add(unit)
+            left -= nbytes
+        return gone
+
+    def mark(self) -> dict[str, float]:
+        """Return all counters."""
+        return {
+            "now": self.clock.now,
+            **self.clock.busy_s,
+            "read_bytes": self.io.bytes[READ],
+            "written_bytes": self.io.bytes[WRITE],
+            "stall_read_s": self.stalls["read"],
+            "stall_update_s": self.stalls["update"],
+            "stall_memory_s": self.stalls["memory"],
+        }
+
+    @contextmanager
+    def _stalling(self, what: str) -> Iterator[None]:
+        begin = self.clock.now
+        yield
+        self.stalls[what] += self.clock.now - begin
+
+    def _relieve(self) -> bool:
+        with self._stalling("memory"):
+            return self.worker.retire_oldest()
+
+    # -- a step -----------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Play one step."""
+        waits = self.plan.schedule == "deferred"
+        for sweep in range(self.sweeps):
+            last = sweep == self.sweeps - 1
+            self._forward()
+            self._backward(eager=last and not waits)
+        if waits:
+            self.worker.drain()
+            for unit in self.build.units:
+                self.due.update(dict.fromkeys(unit.pages))
+            frozen = [i for i in self.due if self.build.table[i].layout.optimizer is None]
+            for index in frozen:
+                del self.due[index]
+        self.worker.drain_commits()
+        if not waits:
+            self.worker.submit(lambda: None, None, lambda: None)
+        self.ahead.predictor.end_of_step()
+
+    def _forward(self) -> None:
+        for index, unit in enumerate(self.build.units):
+            self._enter(unit, backward=False)
+            self._compute(index, unit, backward=False)
+            self._take_inputs(index)
+            self._leave(unit)
+        self._outside(backward=False)
+
+    def _backward(self, *, eager: bool) -> None:
+        self._outside(backward=True)
+        for index in list(self.due):
+            self.updates.update(self.build.table[index])
+        before: Unit | None = None
+        for index in reversed(range(len(self.build.units))):
+            unit = self.build.units[index]
+            if before is not None:
+                self._end(before, eager)
+            self._enter(unit, backward=True)
+            self._return_inputs(index)
+            self._compute(index, unit, backward=True)
+            before = unit
+        assert before is not None
+        self._end(before, eager)
+
+    def _end(self, unit: Unit, eager: bool) -> None:
+        """Let go of a unit after its backward, and hand its gradients on."""
+        self._leave(unit)
+        for held in self.held.pop(unit.index, ()):
+            held.free()
+        for index in unit.pages:
+            page = self.build.table[index]
+            if page.layout.optimizer is None or page.layout.units[0] != unit.name:
+                continue
+            if not self.machine.on_host:
+                name = f"gradients of {unit.name}"
+                self.updates.landed[index] = self.down.move(page.layout.grad_bytes, name)
+            if eager:
+                self.updates.update(page)
+            elif index in self.plan.spilled:
+                self.updates.spill(page)
+
+    def _enter(self, unit: Unit, *, backward: bool) -> None:
+        table = self.build.table
+        self.ahead.observe(unit.index, BACKWARD if backward else FORWARD)
+        pages = [table[index] for index in unit.pages]
+        with self._stalling("update"):
+            for page in pages:
+                if page.index in self.due:
+                    self.updates.update(page)
+                self.worker.retire_page(page.index)
+        entries = [self.pool.pin(page) for page in pages]
+        if backward:
+            for page in pages:
+                if page.layout.optimizer is not None and page.index not in self.grads:
+                    what = f"gradients of {page.layout.key}"
+                    self.grads[page.index] = self.pool.reserve(
+                        page.layout.grad_bytes, "gradients", what
+                    )
+        if any(entry.read is not None and not entry.read.done() for entry in entries):
+            self.ahead.stalled()
+        with self._stalling("read"):
+            for entry in entries:
+                entry.wait()
+            self._uploaded(unit, entries).wait()
+        self._prepare()
+
+    def _uploaded(self, unit: Unit, entries: list[PoolEntry]) -> VirtualTicket:
+        """Return the upload of a unit's weights, begun now where it was not begun before."""
+        ticket = self.uploads.pop(unit.index, None)
+        if ticket is None:
+            nbytes = 0 if self.machine.on_host else sum(e.page.layout.nbytes for e in entries)
+            ticket = self.up.move(nbytes, f"weights of {unit.name}")
+        return ticket
+
+    def _prepare(self) -> None:
+        """As `Attached._prepare`, and on an accelerator begin to upload the unit after this one."""
+        if not self.overlaps:
+            return
+        kept = []
+        for index in self.ahead.upcoming():
+            page = self.build.table[index]
+            absent = self.pool.entry(page) is None
+            if absent and not self.ahead.lets(index, self.pool.unused_bytes):
+                break
+            if index in self.due and self.worker.has_room:
+                self.updates.update(page)
+            entry = self.pool.prefetch(page)
+            if entry is None:
+                break
+            kept.append(entry)
+        for entry in kept:
+            self.pool.release(entry)
+        self._upload_next(kept)
+
+    def _upload_next(self, kept: list[PoolEntry]) -> None:
+        if self.machine.on_host or not kept:
+            return
+        unit = next(u for u in self.build.units if kept[0].index in u.pages)
+        ready = [e for e in kept if e.index in unit.pages and (e.read is None or e.read.done())]
+        pending = any(self.worker.is_pending(i) or i in self.due for i in unit.pages)
+        if unit.index not in self.uploads and len(ready) == len(unit.pages) and not pending:
+            self.uploads[unit.index] = self._uploaded(unit, ready)
+
+    def _leave(self, unit: Unit) -> None:
+        for index in unit.pages:
+            entry = self.pool.entry(self.build.table[index])
+            assert entry is not None
+            self.pool.release(entry)
+
+    # -- what units compute and receive -----------------------------------------------------------
+
+    def _compute(self, index: int, unit: Unit, *, backward: bool) -> None:
+        work, device, dtype = self.work.units[index], self.machine.device, self.training.dtype
+        forward_s = device.seconds(work.flops, work.moved_bytes, work.num_ops, dtype)
+        seconds = forward_s
+        if backward:
+            seconds = device.seconds(
+                work.backward_flops, work.backward_moved_bytes, work.backward_num_ops, dtype
+            )
+            seconds += forward_s * (index not in self.kept)
+        name = f"{'backward' if backward else 'forward'} of {unit.name}"
+        self.clock.spend(COMPUTE, name, self.times * seconds + self.machine.unit_s)
+
+    def _outside(self, *, backward: bool) -> None:
+        work, device, dtype = self.work.outside, self.machine.device, self.training.dtype
+        seconds = device.seconds(work.flops, work.moved_bytes, work.num_ops, dtype)
+        if backward:
+            seconds = device.seconds(
+                work.backward_flops, work.backward_moved_bytes, work.backward_num_ops, dtype
+            )
+        self.clock.spend(COMPUTE, "outside of units", self.times * seconds)
+
+    def _take_inputs(self, index: int) -> None:
+        work = self.work.units[index]
+        nbytes = self.times * work.input_bytes
+        held = self.held.setdefault(index, [])
+        if not self.machine.on_host and nbytes:
+            self.down.move(nbytes, "inputs")
+        if index in self.spilled_inputs:
+            self.io.move(WRITE, nbytes, "inputs")
+        elif nbytes:
+            held.append(self.pool.reserve(nbytes, "inputs", "the inputs of units"))
+        if index in self.kept and self.machine.on_host and work.saved_bytes:
+            held.append(self.pool.reserve(self.times * work.saved_bytes, "graphs", "graphs"))
+
+    def _return_inputs(self, index: int) -> None:
+        nbytes = self.times * self.work.units[index].input_bytes
+        if index in self.spilled_inputs:
+            self.io.move(READ, nbytes, "inputs").wait()
+        if not self.machine.on_host and nbytes:
+            self.up.move(nbytes, "inputs")

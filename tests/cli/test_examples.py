@@ -15,6 +15,7 @@ def test_there_are_examples() -> None:
     assert [path.stem for path in EXAMPLES] == [
         "born_on_meta",
         "huggingface_model",
+        "huggingface_trainer",
         "plain_lightning",
     ]
 

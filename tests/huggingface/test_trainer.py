@@ -19,11 +19,6 @@ from mt_lightning.huggingface import session
 from mt_lightning.huggingface.loading import smollm2_directory
 from tests.huggingface.trainer_cases import arguments, gpt2, llama, losses, samples
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
-    pytest.mark.filterwarnings("ignore:Total length of `list` across ranks is zero"),
-]
-
 
 @pytest.fixture(autouse=True)
 def session_of_its_own() -> Iterator[None]:

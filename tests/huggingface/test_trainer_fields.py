@@ -11,8 +11,11 @@ from transformers import TrainingArguments
 
 import mt_lightning as mt
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.byte_tokenizer import byte_tokenizer
 from mt_lightning.huggingface.trainer import fields
-from tests.huggingface.trainer_cases import arguments, llama
+from mt_lightning.huggingface.trainer.sft import MAPPED as SFT_MAPPED
+from mt_lightning.huggingface.trainer.sft import TextCollator
+from tests.huggingface.trainer_cases import arguments, llama, losses
 
 
 def test_every_field_is_in_one_table() -> None:
@@ -91,3 +94,56 @@ def test_a_field_of_a_newer_transformers_is_refused_unless_it_is_the_default(
     fields.check_arguments(Newer(output_dir=str(tmp_path)))
     with pytest.raises(ConfigError, match=r"forget_gate=0.7: this version does not know it"):
         fields.check_arguments(Newer(output_dir=str(tmp_path), forget_gate=0.7))
+
+
+@dataclasses.dataclass
+class SFTConfig(TrainingArguments):
+    """Has the fields of TRL's class that matter here, and some of its other defaults."""
+
+    learning_rate: float = 2e-5
+    dataset_text_field: str = "text"
+    max_length: int | None = 1024
+    completion_only_loss: bool | None = None
+    packing: bool = False
+    eos_token: str | None = None
+
+
+def sft(folder: Path, **settings: Any) -> SFTConfig:
+    defaults = {"save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "max_steps": 2}
+    return SFTConfig(output_dir=str(folder), **{**defaults, **settings})
+
+
+def test_the_arguments_of_trl_are_taken(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    text = [{"text": f"sample {i} of a text", "source": "x"} for i in range(8)]
+    args = sft(tmp_path, max_length=12, per_device_train_batch_size=4, logging_steps=1)
+    model = llama(vocab_size=257)
+    trainer = mt.Trainer(model, args, train_dataset=text, processing_class=tokenizer)
+    trainer.train()
+    assert len(losses(trainer)) == 2
+    batch = TextCollator(args, tokenizer)([{"text": "ab"}, {"text": "a longer sample"}])
+    assert batch["input_ids"].shape == (2, 12)
+    assert batch["labels"][0].tolist() == [97, 98, tokenizer.eos_token_id, *[-100] * 9]
+    assert batch["attention_mask"].sum(1).tolist() == [3, 12]
+    masked = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}
+    batch = TextCollator(args, tokenizer)([masked])
+    assert batch["labels"].tolist() == [[-100, 6, 7]]
+
+
+def test_what_trl_would_do_and_this_does_not_is_refused(tmp_path: Path) -> None:
+    tokenizer = byte_tokenizer()
+    with pytest.raises(ConfigError, match="packing=True: this version does not know it"):
+        mt.Trainer(llama(), sft(tmp_path, packing=True), processing_class=tokenizer)
+    with pytest.raises(ConfigError, match="SFTConfig needs a tokenizer"):
+        mt.Trainer(llama(), sft(tmp_path))
+    collate = TextCollator(sft(tmp_path), tokenizer)
+    with pytest.raises(ConfigError, match="messages: apply the chat template first"):
+        collate([{"messages": []}])
+    with pytest.raises(ConfigError, match="'<nope>' is no token"):
+        TextCollator(sft(tmp_path, eos_token="<nope>"), tokenizer)
+
+
+def test_the_page_lists_every_field() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text()
+    for name, what in {**fields.MAPPED, **fields.REFUSED, **SFT_MAPPED}.items():
+        assert f"| `{name}` | {what} |" in page, name

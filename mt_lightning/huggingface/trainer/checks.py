@@ -10,6 +10,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.pretrained import forget_quantizer, is_quantized
 
 
 def check_inputs(
@@ -68,12 +69,12 @@ def check_model(model: nn.Module) -> None:
             )
         if not param.dtype.is_floating_point and param.requires_grad:
             raise ConfigError(f"{name} is {param.dtype}, which cannot be trained.")
-    quantizer = getattr(model, "hf_quantizer", None)
-    if quantizer is not None and any(not p.dtype.is_floating_point for p in model.parameters()):
+    if is_quantized(model):
         raise ConfigError(
-            f"the model is quantised ({type(quantizer).__name__}); load it without "
+            f"the model is quantised ({type(model.hf_quantizer).__name__}); load it without "  # pyright: ignore
             "quantization_config, or with one that has dequantize=True."
         )
+    forget_quantizer(model)
     if getattr(model, "hf_device_map", None) and len(set(model.hf_device_map.values())) > 1:  # pyright: ignore
         raise ConfigError(
             "the model was loaded with a device_map that spreads it. Load it without one."

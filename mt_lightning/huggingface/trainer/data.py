@@ -16,6 +16,7 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from typing_extensions import override
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.trainer.sft import columns, is_sft
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,8 @@ class LoaderMaker:
         self._input_name = input_name
         taken = list(inspect.signature(model.forward).parameters)
         self._columns = [*taken, *sorted({"label", "label_ids", *label_names})]
+        if is_sft(args):
+            self._columns += columns(args)
 
     def training(self, dataset: Any) -> DataLoader[Any]:
         """Return the loader of the training data.
@@ -160,11 +163,11 @@ class LoaderMaker:
         return DataLoader(dataset, batch_size=batch_size, collate_fn=collate, **settings)
 
     def _without_unused(self, name: str, dataset: Any) -> Any:
-        columns = list(dataset.column_names)
-        unused = [column for column in columns if column not in self._columns]
-        if len(unused) == len(columns):
+        names = list(dataset.column_names)
+        unused = [column for column in names if column not in self._columns]
+        if len(unused) == len(names):
             raise ConfigError(
-                f"no column of {name} ({', '.join(columns)}) is one that the forward of "
+                f"no column of {name} ({', '.join(names)}) is one that the forward of "
                 f"{type(self._model).__name__} takes ({', '.join(self._columns)}). Tokenise the "
                 "data, or set remove_unused_columns=False."
             )

@@ -14,6 +14,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.trainer.sft import MAPPED as SFT_MAPPED
+from mt_lightning.huggingface.trainer.sft import is_sft
 
 MAPPED: dict[str, str] = {
     "output_dir": "where checkpoints go",
@@ -171,7 +173,8 @@ def _unsupported_fields(args: TrainingArguments) -> list[str]:
     problems = []
     defaults = _defaults(type(args))
     for name, value in _values(args).items():
-        if name in MAPPED or _plain(value) == _plain(defaults.get(name)):
+        followed = name in MAPPED or (is_sft(args) and name in SFT_MAPPED)
+        if followed or _plain(value) == _plain(defaults.get(name)):
             continue
         why = REFUSED.get(name, f"this version does not know it; leave it {defaults.get(name)!r}")
         problems.append(f"{name}={_plain(value)!r}: {why}.")

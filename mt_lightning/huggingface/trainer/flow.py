@@ -151,8 +151,8 @@ def check_callback(callback: Any) -> None:
     if not isinstance(callback, TrainerCallback):
         kind = type(callback).__name__
         raise ConfigError(
-            f"callbacks holds a {kind}; give callbacks of transformers (TrainerCallback). Those "
-            "of Lightning go to a Lightning Trainer with mt.MegaTrainStrategy."
+            f"callbacks holds a {kind}; give callbacks of transformers (TrainerCallback) or of "
+            "Lightning (Callback)."
         )
     for event in _GRADIENT_EVENTS:
         if getattr(type(callback), event) is not getattr(TrainerCallback, event):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
 from torch import nn
 from transformers import (
@@ -51,6 +52,7 @@ from mt_lightning.huggingface.trainer.saving import (
     save_checkpoint,
     save_weights_of,
 )
+from mt_lightning.huggingface.trainer.sft import TextCollator, is_sft
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +76,7 @@ class Trainer:
         compute_loss_func: Takes outputs, labels and `num_items_in_batch`.
         compute_metrics: Takes an `EvalPrediction`; with `batch_eval_metrics` also
             `compute_result`.
-        callbacks: Callbacks of transformers.
+        callbacks: Callbacks of transformers, or of Lightning such as `mt.PagingMonitor`.
         optimizers: Optimizer and scheduler, None for those of `args`.
         optimizer_cls_and_kwargs: Class and settings of the optimizer in place of `optim`.
         preprocess_logits_for_metrics: Makes predictions smaller, given logits and labels.
@@ -93,7 +95,7 @@ class Trainer:
         processing_class: Any = None,
         compute_loss_func: LossFunction | None = None,
         compute_metrics: Callable[..., dict[str, Any]] | None = None,
-        callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
+        callbacks: Sequence[TrainerCallback | type[TrainerCallback] | Callback] | None = None,
         optimizers: Optimizers = (None, None),
         optimizer_cls_and_kwargs: OptimizerKind | None = None,
         preprocess_logits_for_metrics: Preprocess | None = None,
@@ -124,6 +126,8 @@ class Trainer:
         self.model = model
         self.processing_class = processing_class
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
+        if data_collator is None and is_sft(self.args):
+            data_collator = TextCollator(self.args, processing_class)
         self.data_collator = data_collator or _default_collator(processing_class)
         self.compute_metrics = compute_metrics
         self._loss = BatchLoss(model, self.args, compute_loss_func)
@@ -140,7 +144,9 @@ class Trainer:
         self._module = TrainerModule(
             model, self.args, self._loss, self._reader, optimizers, optimizer_cls_and_kwargs
         )
-        self._flow = Flow(self.args, model, processing_class, callbacks or ())
+        self._callbacks = [each for each in callbacks or () if isinstance(each, Callback)]
+        theirs = [each for each in callbacks or () if not isinstance(each, Callback)]
+        self._flow = Flow(self.args, model, processing_class, theirs)
         self._lightning: LightningTrainer | None = None
         self._evaluation: Evaluation | None = None
 
@@ -232,7 +238,7 @@ class Trainer:
         trainer.fit(
             self._module,
             WindowLoader(loader, accumulate, self._loss.count),
-            self._evaluation_loaders(self.eval_dataset, "eval"),
+            self._evaluation_loaders(self.eval_dataset, "eval") or None,
             ckpt_path=None if folder is None else str(folder / RUN_NAME),
         )
         return self._finish(events, started_s)
@@ -357,7 +363,7 @@ class Trainer:
             accumulate_grad_batches=args.gradient_accumulation_steps,
             gradient_clip_val=args.max_grad_norm or None,
             num_sanity_val_steps=-1 if events and args.eval_on_start else 0,
-            callbacks=[*events, self._evaluation],
+            callbacks=[*events, self._evaluation, *self._callbacks],
             default_root_dir=str(args.output_dir),
             logger=False,
             enable_checkpointing=False,

@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from mt_lightning.huggingface.mapped_files import is_file_backed
 from mt_lightning.huggingface.weight_file import WeightFile
-from mt_lightning.tiers.heap import return_freed_memory
+from mt_lightning.tiers.heap import returning_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -140,10 +140,10 @@ def _convert_mxfp4(*args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _own_file() -> Iterator[WeightFile]:
-    return_freed_memory()  # else what was freed stays in the heap, as much as the weights
     outer, _now.file = _now.file, WeightFile(_now.directory or os.getcwd())
     try:
-        yield _now.file
+        with returning_freed_memory():  # else as much as the weights stays in the heap
+            yield _now.file
     finally:
         _now.file.close()
         _now.file = outer

@@ -11,10 +11,12 @@ else takes its room.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
 import os
+from collections.abc import Iterator
 
 log = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ _M_ARENA_MAX = -8
 _LARGEST_KEPT_BYTES = 32 << 20
 """The most that glibc allows; its own adaptive threshold ends there too."""
 _LARGEST_TOP_BYTES = 256 << 20
+_SMALLEST_BYTES = 64 << 10
 _NUM_ARENAS = 2
 
 
@@ -32,12 +35,27 @@ def keep_freed_memory() -> None:
 
     Each thread would also get a heap of its own; two are enough for all.
     """
+    _set(_LARGEST_KEPT_BYTES, _LARGEST_TOP_BYTES)
+
+
+@contextlib.contextmanager
+def returning_freed_memory() -> Iterator[None]:
+    """Give freed tensors back at once, for a while in which each is made once and large."""
+    _set(_SMALLEST_BYTES, _SMALLEST_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed_memory()
+        give_back_heap()
+
+
+def _set(largest_kept_bytes: int, largest_top_bytes: int) -> None:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "mallopt"):
         log.debug("this C library has no mallopt; freed memory stays where it puts it.")
         return
-    libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
-    libc.mallopt(_M_TRIM_THRESHOLD, _LARGEST_TOP_BYTES)
+    libc.mallopt(_M_MMAP_THRESHOLD, largest_kept_bytes)
+    libc.mallopt(_M_TRIM_THRESHOLD, largest_top_bytes)
     libc.mallopt(_M_ARENA_MAX, _NUM_ARENAS)
 
 

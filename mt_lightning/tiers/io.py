@@ -303,7 +303,7 @@ class IOQueue:
         with uninterrupted():
             lane = self._lanes[key] = _Lane(self._lock)
             for i in range(self.num_threads):
-                name = f"megatrain-{verb}-{drive}-{i}"
+                name = f"megatrain-io-{verb}-{drive}-{i}"
                 thread = threading.Thread(target=self._work, args=(lane,), name=name, daemon=True)
                 lane.threads.append(thread)
                 thread.start()

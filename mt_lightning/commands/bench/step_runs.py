@@ -140,7 +140,7 @@ class _Marks(Callback):
         self.times: list[tuple[float, float]] = []
         self.stats: list[dict[str, float]] = []
 
-    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         self.times.append((time.perf_counter(), time.process_time()))
         strategy = trainer.strategy
         if isinstance(strategy, MegaTrainStrategy) and strategy.engine is not None:

@@ -20,7 +20,7 @@ demo: install  ## fine-tune SmolLM2-135M on Shakespeare; ARGS="..." are override
 	@OMP_WAIT_POLICY=passive $(BIN)/megatrain demo $(ARGS)
 
 test: lint  ## everything that must hold before a commit
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --dist worksteal $(PYTEST_ARGS)
 
 test-slow: lint  ## the same, with the long tests
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --slow $(PYTEST_ARGS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 # Read when torch loads OpenMP, hence before any import of torch; subprocesses inherit it. Spinning
@@ -10,6 +11,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may depend on a network
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # warns after a fork
 os.environ.setdefault("MPLBACKEND", "Agg")  # no screen
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # each core has its worker already
 
 import pytest
 
@@ -28,6 +31,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if gpu and not _has_accelerator():
         for item in gpu:
             item.add_marker(pytest.mark.skip(reason="no accelerator"))
+
+
+def pytest_collection_finish() -> None:
+    """Let collections of garbage pass over all that is imported: many tests ask for one."""
+    gc.collect()
+    gc.freeze()
 
 
 def _has_accelerator() -> bool:

@@ -13,7 +13,6 @@ from .rows import Row, covering_rows, product_rows
 from .runs import paged_outcome, plain_outcome, refused_gb, smallest_gb
 
 COVER = covering_rows()
-PRODUCT = [row for row in product_rows() if row not in set(COVER)]
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
@@ -33,8 +32,15 @@ def test_pairwise_cover(row: Row, tmp_path: Path) -> None:
     check(row, tmp_path)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # Thousands of rows, which take seconds to list.
+    if metafunc.function is test_full_product:
+        is_asked_for = metafunc.config.getoption("--slow")
+        rows = [row for row in product_rows() if row not in set(COVER)] if is_asked_for else []
+        metafunc.parametrize("row", rows, ids=lambda row: row.name)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("row", PRODUCT, ids=lambda row: row.name)
 def test_full_product(row: Row, tmp_path: Path) -> None:
     check(row, tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,13 @@ from torch.utils.data import DataLoader
 from mt_lightning import ConfigError, CorruptPageError, MegaTrainStrategy
 
 from .run import Tokens, Told, assert_goes_on_as, interrupt, paged, resume, train
+
+
+@functools.cache
+def straight(**settings: Any) -> Told:
+    """Train plainly and without an interruption; once for equal settings."""
+    return train("auto", **settings)
+
 
 STOPS = {
     "first batch": 1,
@@ -30,7 +38,7 @@ STOPS = {
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, stop: int, workers: int
 ) -> None:
-    expected = train("auto", workers=workers)
+    expected = straight(workers=workers)
     interrupt(tmp_path, stop, {}, workers=workers)
     assert assert_goes_on_as(expected, resume(tmp_path, {}, workers=workers)) == stop
 
@@ -53,7 +61,7 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("stop", [6, 11, 14])
 @pytest.mark.parametrize("kind", RUNS)
 def test_whatever_the_run_is(tmp_path: Path, kind: str, stop: int) -> None:
-    expected = train("auto", **RUNS[kind])
+    expected = straight(**RUNS[kind])
     interrupt(tmp_path, stop, {}, **RUNS[kind])
     skipped = assert_goes_on_as(expected, resume(tmp_path, {}, **RUNS[kind]))
     window = RUNS[kind].get("accumulate_grad_batches", 1)
@@ -69,7 +77,7 @@ def test_whatever_form_the_state_has(tmp_path: Path, compression: Any) -> None:
 
 
 def test_a_run_can_be_interrupted_again_and_again(tmp_path: Path) -> None:
-    expected = train("auto", workers=2)
+    expected = straight(workers=2)
     interrupt(tmp_path, 3, {}, workers=2)
     for _ in range(4):
         interrupt(tmp_path, 3, {"on_existing": "resume"}, workers=2, seed=4)
@@ -77,7 +85,7 @@ def test_a_run_can_be_interrupted_again_and_again(tmp_path: Path) -> None:
 
 
 def test_a_directory_can_be_moved(tmp_path: Path) -> None:
-    expected = train("auto")
+    expected = straight()
     interrupt(tmp_path / "a", 7, {})
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     shutil.rmtree(tmp_path / "a")
@@ -85,7 +93,7 @@ def test_a_directory_can_be_moved(tmp_path: Path) -> None:
 
 
 def test_several_directories_can_be_named_in_any_order(tmp_path: Path) -> None:
-    expected = train("auto")
+    expected = straight()
     names = [tmp_path / "a", tmp_path / "b"]
     interrupt(tmp_path, 7, {"offload_dir": names})
     assert assert_goes_on_as(expected, resume(tmp_path, {"offload_dir": names[::-1]})) == 7
@@ -97,19 +105,19 @@ def test_a_finished_run_has_nothing_left_to_do(tmp_path: Path) -> None:
 
 
 def test_a_finished_run_can_be_made_longer(tmp_path: Path) -> None:
-    expected = train("auto", max_steps=22)
+    expected = straight(max_steps=22)
     train(paged(tmp_path), max_steps=17).trainer.strategy._close()
     longer = resume(tmp_path, {}, max_steps=22)
     assert longer.batches == expected.batches[17:]
 
 
 def test_an_empty_directory_begins_at_the_beginning(tmp_path: Path) -> None:
-    expected = train("auto", seed=99)
+    expected = straight(seed=99)
     assert assert_goes_on_as(expected, resume(tmp_path, {})) == 0
 
 
 def test_another_budget_changes_nothing(tmp_path: Path) -> None:
-    expected = train("auto")
+    expected = straight()
     interrupt(tmp_path, 7, {"max_ram_gb": 0.1})
     assert assert_goes_on_as(expected, resume(tmp_path, {"max_ram_gb": 0.002})) == 7
 
@@ -158,7 +166,7 @@ def test_what_has_changed_is_named(
         resume(tmp_path, {}, **settings)
     assert {path: path.read_bytes() for path in tmp_path.glob("pages/*")} == before
     monkeypatch.undo()
-    assert assert_goes_on_as(train("auto"), resume(tmp_path, {})) == 5
+    assert assert_goes_on_as(straight(), resume(tmp_path, {})) == 5
 
 
 def test_another_form_of_state_is_refused(tmp_path: Path) -> None:

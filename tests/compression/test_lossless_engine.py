@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,46 +40,68 @@ def test_every_optimizer_keeps_its_bits(kind: str, smallest: bool) -> None:
             assert torch.equal(torch.as_tensor(found[index][key]), torch.as_tensor(value)), key
 
 
-def test_parameters_are_those_of_raw_state_after_fifty_steps() -> None:
-    raw, trained = make_net(MAKERS["adamw"]), make_net(MAKERS["adamw"])
-    fit(raw, paged(MAKERS["adamw"]), max_steps=50)
-    strategy = paged(MAKERS["adamw"], optimizer_compression="lossless")
-    fit(trained, strategy, max_steps=50)
-    assert_same_training(raw, trained)
+@pytest.fixture(scope="module")
+def fifty_steps() -> dict[Any, Net]:
+    """Train with raw and with coded state."""
+    nets = {False: make_net(MAKERS["adamw"]), "lossless": make_net(MAKERS["adamw"])}
+    for compression, net in nets.items():
+        fit(net, paged(MAKERS["adamw"], optimizer_compression=compression), max_steps=50)
+    return nets
 
 
-def test_fewer_bytes_are_read_and_written_than_raw() -> None:
+def test_parameters_are_those_of_raw_state_after_fifty_steps(fifty_steps: dict[Any, Net]) -> None:
+    assert_same_training(fifty_steps[False], fifty_steps["lossless"])
+
+
+def test_fewer_bytes_are_read_and_written_than_raw(fifty_steps: dict[Any, Net]) -> None:
     moved = {}
-    for compression in (False, "lossless"):
-        strategy = paged(MAKERS["adamw"], optimizer_compression=compression)
-        fit(make_net(MAKERS["adamw"]), strategy, max_steps=20)
-        stats = strategy.engine.stats
+    for compression, net in fifty_steps.items():
+        stats = net.trainer.strategy.engine.stats
         moved[compression] = stats.bytes_read + stats.bytes_written
     assert moved["lossless"] < moved[False]
 
 
+def strategy_of(kind: Any) -> Any:
+    return "auto" if kind == "plain" else paged(MAKERS["adamw"], optimizer_compression=kind)
+
+
+@pytest.fixture(scope="module")
+def half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
+    """Give a checkpoint after eight steps, of a run that is made once."""
+    directory = tmp_path_factory.mktemp("checkpoints")
+
+    @functools.cache
+    def make(kind: Any) -> Path:
+        path = directory / f"{kind}.ckpt"
+        fit(make_net(MAKERS["adamw"]), strategy_of(kind), max_steps=8).save_checkpoint(path)
+        return path
+
+    return make
+
+
+@functools.cache
+def straight() -> Net:
+    net = make_net(MAKERS["adamw"])
+    fit(net, "auto", max_steps=12)
+    return net
+
+
+def go_on(kind: Any, path: Path) -> Net:
+    net = make_net(MAKERS["adamw"])
+    fit(net, strategy_of(kind), max_steps=12, ckpt_path=path)
+    return net
+
+
 @pytest.mark.parametrize("wrote", [False, "lossless"])
 @pytest.mark.parametrize("reads", [False, "lossless", "plain"])
-def test_checkpoints_are_those_of_plain_lightning(tmp_path: Path, wrote: Any, reads: Any) -> None:
+def test_checkpoints_are_those_of_plain_lightning(
+    half: Callable[[Any], Path], wrote: Any, reads: Any
+) -> None:
     """Raw, lossless and plain Lightning read each other's: all of them keep every bit."""
 
-    def strategy(kind: Any) -> Any:
-        return "auto" if kind == "plain" else paged(MAKERS["adamw"], optimizer_compression=kind)
-
-    def run(kinds: tuple[Any, Any], path: Path) -> Net:
-        first = make_net(MAKERS["adamw"])
-        fit(first, strategy(kinds[0]), max_steps=8).save_checkpoint(path)
-        second = make_net(MAKERS["adamw"])
-        fit(second, strategy(kinds[1]), max_steps=12, ckpt_path=path)
-        return second
-
-    if reads == "plain":
-        expected = run(("plain", "plain"), tmp_path / "plain.ckpt")
-    else:
-        # A paged run goes on as if it had not been interrupted.
-        expected = make_net(MAKERS["adamw"])
-        fit(expected, "auto", max_steps=12)
-    assert_same_training(expected, run((wrote, reads), tmp_path / "paged.ckpt"))
+    # A paged run goes on as if it had not been interrupted.
+    expected = go_on("plain", half("plain")) if reads == "plain" else straight()
+    assert_same_training(expected, go_on(reads, half(wrote)))
 
 
 def test_a_flipped_bit_in_coded_state_is_found(tmp_path: Path) -> None:

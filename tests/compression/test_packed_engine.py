@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,14 +28,28 @@ def smallest_gb(net: Net, **settings: Any) -> float:
     return refusal.value.smallest_gb
 
 
+@functools.cache
+def _smallest_of(make: Any, tied: bool, settings: tuple[tuple[str, Any], ...]) -> float:
+    return smallest_gb(make_net(make, tied=tied), **dict(settings))
+
+
 def paged(make: Any, *, tied: bool = False, smallest: bool = True, **settings: Any) -> Any:
     """Return a strategy with the smallest budget for a net, or with ample memory."""
-    budget = smallest_gb(make_net(make, tied=tied), **settings) if smallest else 1.0
+    # Where the pages lie takes no memory.
+    matters = tuple((key, value) for key, value in settings.items() if key != "offload_dir")
+    budget = _smallest_of(make, tied, matters) if smallest else 1.0
     return MegaTrainStrategy(max_ram_gb=budget, **settings)
 
 
 TINY_SLICES = {"_slice_bytes": 4096}
 """Each grain of a parameter is then updated by itself."""
+
+
+@functools.cache
+def trained_alone(name: str) -> Net:
+    net = make_net(lambda net: CompressedAdamW(net.parameters(), lr=1e-2, format=name))
+    fit(net)
+    return net
 
 
 @pytest.mark.parametrize("smallest", [True, False], ids=["smallest", "ample"])
@@ -43,9 +58,8 @@ TINY_SLICES = {"_slice_bytes": 4096}
 def test_adamw_is_stepped_as_compressed_adamw_alone(
     name: str, slices: dict[str, Any], smallest: bool
 ) -> None:
-    alone = make_net(lambda net: CompressedAdamW(net.parameters(), lr=1e-2, format=name))
-    trained = make_net(lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2))
-    fit(alone)
+    alone = trained_alone(name)
+    trained = make_net(adamw)
     settings = {"optimizer_compression": name, **slices}
     strategy = paged(trained.make_optimizer, smallest=smallest, **settings)
     trainer = fit(trained, strategy)
@@ -125,7 +139,7 @@ def test_every_setting_of_the_optimizer_counts(kind: str) -> None:
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_clipping_and_accumulation_change_nothing(settings: dict[str, Any], tied: bool) -> None:
     alone = make_net(lambda net: CompressedAdamW(net.parameters(), lr=1e-2), tied=tied)
-    trained = make_net(lambda net: torch.optim.AdamW(net.parameters(), lr=1e-2), tied=tied)
+    trained = make_net(adamw, tied=tied)
     fit(alone, max_steps=4, **settings)
     strategy = paged(trained.make_optimizer, tied=tied, optimizer_compression=True, **TINY_SLICES)
     fit(trained, strategy, max_steps=4, **settings)

@@ -135,9 +135,24 @@ def assert_fresh_run_works(module: LightningModule, root: Path, **settings: Any)
     assert_same(parameters_of(module), parameters_of(twin))
 
 
+_PLAIN: dict[tuple[Any, ...], dict[str, Tensor]] = {}
+_AS_NUMBERS = ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")
+
+
 def after(num_steps: int, root: Path, module: LightningModule | None = None, **settings: Any):
-    """Return the parameters that plain Lightning has after some steps."""
-    module = module or Net()
+    """Return the parameters that plain Lightning has after some steps.
+
+    Trained once for `Net` and settings that are numbers and names.
+    """
+    if module is not None or not settings.keys() <= set(_AS_NUMBERS):
+        return _trained(num_steps, root, module or Net(), **settings)
+    key = (num_steps, *sorted(settings.items()))
+    if key not in _PLAIN:
+        _PLAIN[key] = _trained(num_steps, root, Net(), **settings)
+    return _PLAIN[key]
+
+
+def _trained(num_steps: int, root: Path, module: LightningModule, **settings: Any):
     if num_steps:
         fit(module, root, max_steps=num_steps, **settings)
     return parameters_of(module)

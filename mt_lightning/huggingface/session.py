@@ -6,7 +6,6 @@ import dataclasses
 import difflib
 import logging
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,12 +21,18 @@ log = logging.getLogger(__name__)
 @dataclass
 class _Session:
     options: Options | None = None
-    explicit: frozenset[str] = frozenset()
+
+
+@dataclass
+class _Run:
+    strategy: MegaTrainStrategy
+    fits: bool
 
 
 _session = _Session()
-_runs: weakref.WeakValueDictionary[str, MegaTrainStrategy] = weakref.WeakValueDictionary()
-"""Strategies of this process's Trainers by the directory that their pages are in."""
+_runs: dict[str, _Run] = {}
+"""The last run of this process in each directory. It holds the directory's lock, so that no other
+process can put a run there that would then be taken for one of ours."""
 
 
 def init(
@@ -63,13 +68,14 @@ def init(
     new = Options(**given)
     if _session.options is not None and _session.options != new:
         log.info("mt.init: later Trainers use the new settings; those that exist keep theirs.")
-    _session.options, _session.explicit = new, frozenset(options)
+    _session.options = new
     streamed.enable(new.directories)
 
 
 def reset() -> None:
     """Forget what `init` said; `from_pretrained` loads as transformers does."""
-    _session.options, _session.explicit = None, frozenset()
+    _session.options = None
+    _runs.clear()
     streamed.disable()
 
 
@@ -82,13 +88,14 @@ def refuse_unknown(what: str, given: dict[str, Any], known: Sequence[str]) -> No
             raise ConfigError(f"{what} has no option {name!r}; {hint}")
 
 
-def new_strategy(*, recompute: bool, resumes: bool) -> MegaTrainStrategy:
+def new_strategy(*, fits: bool, recompute: bool, resumes: bool) -> MegaTrainStrategy:
     """Return a strategy with the settings of the process.
 
     A run that an earlier Trainer of this process left in the directory gives way: its model keeps
-    its weights, which are mapped.
+    its weights, which are mapped. One that it has found there and only evaluated stays.
 
     Args:
+        fits: Whether it is for training.
         recompute: Whether units are recomputed in any case.
         resumes: Whether a checkpoint says where to go on, not what is in the directory.
     """
@@ -99,18 +106,20 @@ def new_strategy(*, recompute: bool, resumes: bool) -> MegaTrainStrategy:
     if resumes and options.on_existing == "error":
         changes["on_existing"] = "resume"
     keys = [os.path.realpath(os.path.expanduser(each)) for each in options.directories or ()]
-    earlier = {id(found): found for key in keys if (found := _runs.get(key)) is not None}
-    for strategy in earlier.values():
-        if strategy.engine is not None and strategy.engine.attached:
+    for run in [_runs[key] for key in keys if key in _runs]:
+        engine = run.strategy.engine
+        if engine is None:
+            continue
+        if engine.attached:
             raise ConfigError(
                 f"another Trainer of this process is training in {', '.join(keys)}. Let it end, or "
                 "give mt.init another offload_dir."
             )
-        if strategy.engine is not None:
-            strategy._close()
+        if run.fits or engine.machine.record is None:
             changes["on_existing"] = "overwrite"
+        run.strategy._close()
     fields = {each.name: getattr(options, each.name) for each in dataclasses.fields(options)}
     strategy = MegaTrainStrategy(**{**fields, **changes})
     for key in keys:
-        _runs[key] = strategy
+        _runs[key] = _Run(strategy, fits)
     return strategy

@@ -196,8 +196,8 @@ def test_an_interrupted_run_goes_on_in_its_directory(tmp_path: Path) -> None:
             if state.global_step == 5:
                 raise KeyboardInterrupt
 
-    def train(*callbacks: TrainerCallback, pages: str, **options: Any) -> mt.Trainer:
-        mt.init(offload_dir=tmp_path / pages, durability="step", **options)
+    def train(*callbacks: TrainerCallback, pages: str) -> mt.Trainer:
+        mt.init(offload_dir=tmp_path / pages, durability="step")
         args = arguments(tmp_path / "out", max_steps=8)
         trainer = mt.Trainer(llama(), args, train_dataset=data, callbacks=list(callbacks))
         trainer.train()
@@ -210,7 +210,11 @@ def test_an_interrupted_run_goes_on_in_its_directory(tmp_path: Path) -> None:
     import gc
 
     gc.collect()
-    resumed = train(pages="broken", on_existing="resume")
+    mt.init(offload_dir=tmp_path / "broken", on_existing="resume")
+    args = arguments(tmp_path / "out", max_steps=8)
+    resumed = mt.Trainer(llama(), args, train_dataset=data, eval_dataset=data)
+    resumed.evaluate()  # of the weights that are there; the run stays
+    resumed.train()
     assert losses(resumed) == losses(whole)
     for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)

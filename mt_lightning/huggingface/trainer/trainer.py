@@ -349,7 +349,9 @@ class Trainer:
         self, max_steps: int, events: list[FitEvents], *, resumes: bool = False
     ) -> LightningTrainer:
         args = self.args
-        strategy = new_strategy(recompute=bool(args.gradient_checkpointing), resumes=resumes)
+        strategy = new_strategy(
+            fits=bool(events), recompute=bool(args.gradient_checkpointing), resumes=resumes
+        )
         self._evaluation = Evaluation(
             self._flow, self._module, self.compute_metrics, strategy.options.max_ram_gb
         )

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         from_pretrained,
         init,
     )
+    from mt_lightning.paging import Paged, page
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ __all__ = [
     "MegaTrainError",
     "MegaTrainPrecision",
     "MegaTrainStrategy",
+    "Paged",
     "PagedCheckpointIO",
     "PagingMonitor",
     "PagingReport",
@@ -58,12 +60,14 @@ __all__ = [
     "from_pretrained",
     "grad_norm",
     "init",
+    "page",
 ]
 
 # Imported on first use: transformers takes a second that users of the strategy alone need not wait.
 _LAZY = {
     "AccessRecorder": "mt_lightning.callbacks",
     "CausalLMModule": "mt_lightning.huggingface",
+    "Paged": "mt_lightning.paging",
     "PagingMonitor": "mt_lightning.callbacks",
     "PagingReport": "mt_lightning.callbacks",
     "PagingTrace": "mt_lightning.callbacks",
@@ -71,6 +75,7 @@ _LAZY = {
     "Trainer": "mt_lightning.huggingface",
     "from_pretrained": "mt_lightning.huggingface",
     "init": "mt_lightning.huggingface",
+    "page": "mt_lightning.paging",
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from mt_lightning.errors import StepError
@@ -48,6 +50,21 @@ class Clipping:
         """
         self._set(optimizer, Clip(value=float(value)))
 
+    def share(self, optimizers: Sequence[int], clip: Clip) -> None:
+        """Clip the gradients of several optimizers alike.
+
+        Raises:
+            StepError: Those of one are clipped already; then none is.
+        """
+        for optimizer in optimizers:
+            self._check_open(optimizer)
+        for optimizer in optimizers:
+            self._set(optimizer, clip)
+
+    def is_clipped(self, optimizer: int) -> bool:
+        """Return whether an optimizer's gradients are clipped when it steps."""
+        return optimizer in self._clips
+
     def of(self, optimizer: int) -> Clip:
         """Return how an optimizer's gradients are clipped."""
         return self._clips.get(optimizer, Clip())
@@ -61,9 +78,12 @@ class Clipping:
         self._clips.clear()
 
     def _set(self, optimizer: int, clip: Clip) -> None:
+        self._check_open(optimizer)
+        self._clips[optimizer] = clip
+
+    def _check_open(self, optimizer: int) -> None:
         if optimizer in self._clips:
             raise StepError(
                 "gradients were clipped twice before one step; strategy='megatrain' applies one "
                 "clipping per step. Remove gradient_clip_val from the Trainer, or your own call."
             )
-        self._clips[optimizer] = clip

@@ -44,7 +44,14 @@ def check_unowned(run: Runtime, page: Page, param: int, parameter: nn.Parameter)
 
 
 def check_open(run: Runtime, page: Page, param: int) -> None:
-    """Raise StepError when a page that gets a gradient has been updated in this step already."""
+    """Raise StepError when a page that gets a gradient has been updated, or clipped, already."""
+    owner = page.layout.optimizer
+    if owner is not None and run.steps.clipping.is_clipped(owner):
+        raise StepError(
+            f"{page.layout.params[param].name} got another gradient after the gradients had been "
+            "clipped, which takes effect when the optimizer steps: the new one would be clipped "
+            "too. Clip once, after the last backward before optimizer.step()."
+        )
     if run.steps.is_updated(page):
         raise StepError(
             f"{page.layout.params[param].name} got another gradient after its unit had been "

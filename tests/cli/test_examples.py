@@ -17,6 +17,7 @@ def test_there_are_examples() -> None:
         "huggingface_model",
         "huggingface_trainer",
         "plain_lightning",
+        "plain_loop",
     ]
 
 

@@ -133,13 +133,18 @@ def test_goes_on_from_the_last_commit_of_its_directory() -> None:
 def test_an_error_in_the_middle_loses_no_finished_step() -> None:
     expected, _ = loop(num_steps=1, max_norm=None)
     net, optimizer = make()
-    with pytest.raises(ZeroDivisionError), mt.page(net, optimizer):
-        for half in range(2):
-            (loss_of(net, half) / 2).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        loss = loss_of(net, 2)
-        loss.register_hook(lambda grad: grad * (1 // 0))
-        loss.backward()
+
+    def train() -> None:
+        with mt.page(net, optimizer):
+            for half in range(2):
+                (loss_of(net, half) / 2).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss_of(net, 2)
+            loss.register_hook(lambda grad: grad * (1 // 0))
+            loss.backward()
+
+    with pytest.raises(ZeroDivisionError):
+        train()
     trained = [p.detach() for p in net.parameters()]
     assert differences(expected[3 : 3 + len(trained)], trained) == []

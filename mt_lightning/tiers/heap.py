@@ -23,15 +23,15 @@ log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-_LARGEST_KEPT_BYTES = 32 << 20
-"""The most that glibc allows; its own adaptive threshold ends there too."""
-_LARGEST_TOP_BYTES = 256 << 20
+_LARGEST_KEPT_BYTES = 4 << 20
+"""Blocks of 32 MiB, the most that glibc would keep, split the heap up between units."""
+_LARGEST_TOP_BYTES = 64 << 20
 _SMALLEST_BYTES = 64 << 10
 _NUM_ARENAS = 2
 
 
 def keep_freed_memory() -> None:
-    """Serve blocks up to 32 MiB from the heap and keep them there, for the whole process.
+    """Serve blocks up to 4 MiB from the heap and keep them there, for the whole process.
 
     Each thread would also get a heap of its own; two are enough for all.
     """

@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -114,7 +115,7 @@ def _check(options: argparse.Namespace) -> None:
             raise ConfigError(f"bench step: --{flag} must be above 0, not {getattr(options, name)}")
     if not all(math.isfinite(balance) and balance > 0 for balance in options.balance):
         raise ConfigError(f"bench step: --balance must be above 0, not {options.balance}.")
-    if options.balance and not math.isinf(options.read_mb_s + options.write_mb_s):
+    if options.balance and min(options.read_mb_s, options.write_mb_s) < math.inf:
         raise ConfigError("bench step: --balance sets the speeds; leave out --read/write-mb-s.")
     for budget in options.budget:
         if budget not in ("fits", "smallest") and not _is_amount(budget):
@@ -147,6 +148,10 @@ def step_table(results: Sequence[Any]) -> Table:
         caption="medians; all take turns; equal losses; again: units run again in backward; bound: "
         "all processors busy, the drive at its speed; read and written: MiB; waited: s",
         caption_justify="left",
+        # So narrow that all columns fit a terminal of 80 characters.
+        box=box.SIMPLE_HEAD,
+        padding=0,
+        show_edge=False,
     )
     for heading in ("budget", "GiB", "balance", "again", "s", "CPU s", "/plain", "/bound"):
         table.add_column(heading, justify="left" if heading == "budget" else "right", no_wrap=True)

@@ -55,12 +55,12 @@ def test_a_closure_and_clipping_by_value_are_those_of_the_plain_loop() -> None:
         handle = mt.page(net, optimizer) if paged else None
         seen: list[Any] = []
 
-        def closure() -> float:
+        def closure() -> torch.Tensor:
             optimizer.zero_grad()
             loss = loss_of(net)
             loss.backward()
             nn.utils.clip_grad_value_(list(net.parameters()), 1e-3)
-            return float(loss)
+            return loss.detach()
 
         for _ in range(3):
             seen.append(optimizer.step(closure))

@@ -58,7 +58,7 @@ def _train(directory: Path, *, paged: bool, max_grad_norm: float) -> tuple[Any, 
     return model, seen
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.05, 0.0])
+@pytest.mark.parametrize("max_grad_norm", [0.05, pytest.param(0.0, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 def test_equals_the_trainer_without_pages(tmp_path: Path, max_grad_norm: float) -> None:
     plain, expected = _train(tmp_path / "plain", paged=False, max_grad_norm=max_grad_norm)

@@ -63,6 +63,7 @@ class Counter(TorchDispatchMode):
         self.flops = self.moved_bytes = 0.0
         self.num_ops = 0
         self.gathered: dict[int, Any] = {}
+        self._shapes: set[tuple[int, ...]] = set()
         self.is_weight: Callable[[Tensor], bool] = lambda tensor: False
 
     def __torch_dispatch__(
@@ -81,6 +82,7 @@ class Counter(TorchDispatchMode):
             # The rows of experts that tokens go to: weights, read in place by a real kernel.
             for result in results:
                 self.gathered[id(result.untyped_storage())] = result.untyped_storage()
+                self._shapes.add(_sides(result))
             return out
         flops = _FLOPS.get(name)
         if flops is not None:
@@ -89,6 +91,8 @@ class Counter(TorchDispatchMode):
             self.flops += flop_registry[packet](*args, **kwargs, out_val=out)
         if packet in flop_registry or flops is not None:
             return out
+        if self._shapes and any(_sides(t) in self._shapes for t in (*tensors, *results)):
+            return out  # the way of their gradients
         read = [] if name == "embedding" else tensors
         self.moved_bytes += sum(t.numel() * t.element_size() for t in (*read, *results))
         return out
@@ -101,6 +105,10 @@ class Counter(TorchDispatchMode):
         if name in ("index_put", "new_zeros"):  # the way of their gradients
             return True
         return name == "_to_copy" and id(tensors[0].untyped_storage()) in self.gathered
+
+
+def _sides(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(sorted(tensor.shape))
 
 
 def _attention(args: Any, out: Any) -> float:

@@ -24,7 +24,7 @@ from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.planning.planner import Answer
 from mt_lightning.planning.tiers import lay_out, runs_layer_major
-from mt_lightning.planning.timing import COMPUTE
+from mt_lightning.planning.timing import COMPUTE, cached_on_device
 from mt_lightning.planning.virtual import (
     DOWN,
     READ,
@@ -51,8 +51,8 @@ class Simulated:
         step_s: Seconds.
         busy_s: Seconds that each part of the machine worked in a step.
         stall_s: Seconds that computing waited, by what for: "read", "update", "memory".
-        read_bytes: Read from the drives in a step.
-        written_bytes: Written in a step.
+        read_bytes: Read from the drives.
+        written_bytes: Written to them.
         ram_peak_bytes: Most that was reserved.
         spans: Part, name, begin and end of all that was done, where asked for.
     """
@@ -146,9 +146,11 @@ class _Run:
         self.up = VirtualLink(self.clock, UP, device.up_bytes_per_s)
         self.down = VirtualLink(self.clock, DOWN, device.down_bytes_per_s)
         self.uploads: dict[int, VirtualTicket] = {}
-        self.layer_major = runs_layer_major(self.plan)
-        self.times = self.training.accumulate_grad_batches if self.layer_major else 1
-        self.sweeps = self.training.accumulate_grad_batches // self.times
+        self.staying = self._staying(cached_on_device(found.tiers))
+        self.on_device: set[int] = set()
+        micros = self.training.accumulate_grad_batches
+        self.times = micros if runs_layer_major(self.plan) else 1
+        self.sweeps = micros // self.times
         self.kept = found.tiers.kept_graphs
         self.updates = VirtualUpdates(
             self.clock, self.io, self.worker, self.pool, self.plan, self.training, self.machine,
@@ -174,10 +176,19 @@ class _Run:
         for index in self.build.resident:
             self.budget.reserve(2 * self.build.table[index].layout.grad_bytes, "gradients")
         for page in self.build.table:
-            page.weight.slot, page.weight.sums = 0, [[]]
-            page.weight.committed = 0
+            page.weight.slot, page.weight.sums, page.weight.committed = 0, [[]], 0
         for index in self.build.resident:
             self.pool.pin(self.build.table[index]).wait()
+
+    def _staying(self, room: int) -> set[int]:
+        """Return the units whose weights stay on the device: those that backward needs first."""
+        staying = set()
+        for unit in reversed(self.build.units):
+            room -= sum(self.build.table[index].layout.nbytes for index in unit.pages)
+            if room < 0:
+                break
+            staying.add(unit.index)
+        return staying
 
     def _spilled_inputs(self) -> set[int]:
         """Return the units whose inputs go to disk: those that backward needs last go first."""
@@ -226,12 +237,14 @@ class _Run:
             self.worker.drain()
             for unit in self.build.units:
                 self.due.update(dict.fromkeys(unit.pages))
-            frozen = [i for i in self.due if self.build.table[i].layout.optimizer is None]
-            for index in frozen:
-                del self.due[index]
+            for page in self.build.table:
+                if page.layout.optimizer is None:
+                    self.due.pop(page.index, None)
         self.worker.drain_commits()
         if not waits:
             self.worker.submit(lambda: None, None, lambda: None)
+        self.on_device.clear()  # updated on the host, or about to be
+        self.uploads.clear()
         self.ahead.predictor.end_of_step()
 
     def _forward(self) -> None:
@@ -304,7 +317,10 @@ class _Run:
         """Return the upload of a unit's weights, begun now where it was not begun before."""
         ticket = self.uploads.pop(unit.index, None)
         if ticket is None:
-            nbytes = 0 if self.machine.on_host else sum(e.page.layout.nbytes for e in entries)
+            there = self.machine.on_host or unit.index in self.on_device
+            nbytes = 0 if there else sum(entry.page.layout.nbytes for entry in entries)
+            if unit.index in self.staying:
+                self.on_device.add(unit.index)
             ticket = self.up.move(nbytes, f"weights of {unit.name}")
         return ticket
 
@@ -359,11 +375,8 @@ class _Run:
 
     def _outside(self, *, backward: bool) -> None:
         work, device, dtype = self.work.outside, self.machine.device, self.training.dtype
-        seconds = device.seconds(work.flops, work.moved_bytes, work.num_ops, dtype)
-        if backward:
-            seconds = device.seconds(
-                work.backward_flops, work.backward_moved_bytes, work.backward_num_ops, dtype
-            )
+        forward_s = device.seconds(work.flops, work.moved_bytes, work.num_ops, dtype)
+        seconds = 2 * forward_s if backward else forward_s  # as it is estimated
         self.clock.spend(COMPUTE, "outside of units", self.times * seconds)
 
     def _take_inputs(self, index: int) -> None:

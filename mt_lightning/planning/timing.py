@@ -147,10 +147,14 @@ def time_of_step(
     inputs = per_sweep * sum(w.input_bytes for w in work.units)
     spilled_inputs = tiers.disk.get("inputs of units", 0)
     grads = sum(page.layout.grad_bytes for page in build.table)
-    weights = 0 if machine.on_host else max(0, plan.weight_bytes - _cached_on_device(tiers))
+    # What stays on the device is old once it has been updated on the host: the first forward of a
+    # step brings all weights up, the sweeps after it what does not stay.
+    weights = 0 if machine.on_host else plan.weight_bytes
+    staying = min(weights, cached_on_device(tiers))
     crossing = 0 if machine.on_host else inputs
     down = 0 if machine.on_host else grads
-    up_s = weights / device.up_bytes_per_s
+    first_up_s = weights / device.up_bytes_per_s
+    up_s = (weights - staying) / device.up_bytes_per_s
 
     # The plan counts pages; what updates and spills move is what sweeps do not.
     swept = plan.sweep_bytes / 2
@@ -164,10 +168,10 @@ def time_of_step(
     def drives(read_bytes: float, written_bytes: float) -> float:
         return machine.disk_seconds(read_bytes, written_bytes)
 
-    def forward(name: str, times: int, *, updates: bool = False) -> Phase:
+    def forward(name: str, times: int, *, updates: bool = False, first: bool = False) -> Phase:
         busy = {
             COMPUTE: forward_s,
-            UP: up_s,
+            UP: first_up_s if first else up_s,
             DOWN: crossing / device.down_bytes_per_s,
             DRIVES: drives(
                 swept + updates * (update_read + plan.spilled_bytes),
@@ -205,12 +209,13 @@ def time_of_step(
         first_s += max(io_s, update_seconds(page, training, machine))
 
     if waits:
-        phases = [forward("forward with updates", 1, updates=True)]
+        phases = [forward("forward with updates", 1, updates=True, first=True)]
         phases += [forward("forward", num_sweeps - 1)] if num_sweeps > 1 else []
         phases.append(backward("backward", 1))
         phases += [backward("backward, adding", num_sweeps - 1, again=True)] * (num_sweeps > 1)
     else:
-        phases = [forward("forward", num_sweeps)]
+        phases = [forward("first forward", 1, first=True)]
+        phases += [forward("forward", num_sweeps - 1)] * (num_sweeps > 1)
         phases += [backward("backward", num_sweeps - 1, again=True)] * (num_sweeps > 1)
         phases.append(backward("backward with updates", 1, updates=True))
     moved_inputs = num_sweeps * spilled_inputs
@@ -223,7 +228,7 @@ def time_of_step(
     )
 
 
-def _cached_on_device(tiers: Tiers) -> int:
+def cached_on_device(tiers: Tiers) -> int:
     """Return the bytes of weights that stay on the device from one sweep to the next."""
     left = tiers.device_limit_bytes - tiers.device_bytes
     return max(0, left) if tiers.device else 0

@@ -105,7 +105,7 @@ def test_what_cannot_fit_is_refused_in_under_a_second_without_being_run() -> Non
         ({}, {"max_ram_gb": 0.001}, "set max_ram_gb=0.01"),
         ({"drive_size_bytes": 20 << 30}, {}, None),
         ({"drive_size_bytes": 4 << 30}, {"max_disk_gb": 0.001}, "leave max_disk_gb out"),
-        ({"device_memory_bytes": 1 << 20}, {}, "use a device with 24 GiB"),
+        ({"device_memory_bytes": 1 << 16}, {}, "use a device with 24 GiB"),
     ],
 )
 def test_the_cheapest_change_that_makes_it_fit_is_named(

@@ -18,7 +18,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (1,))
     model = build_model(args)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    if args.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     policy = CPUOffloadPolicy(pin_memory=False)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, offload_policy=policy)
@@ -32,7 +33,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         meter.step_ended(loss.item())
-    meter.report()
+    meter.report(versions={"torch": torch.__version__})
     dist.destroy_process_group()
 
 

@@ -77,7 +77,7 @@ def main() -> None:
         enable_model_summary=False,
         **options,
     )
-    module = Module(lambda: build_model(args), checkpointing=name == "plain")
+    module = Module(lambda: build_model(args), checkpointing=args.checkpointing and name == "plain")
     trainer.fit(module, DataLoader(list(batches(args)), batch_size=None))  # type: ignore[arg-type]
     meter.report()
 

@@ -1,4 +1,4 @@
-"""What every peer trains, and how it is measured; needs torch, transformers and psutil alone.
+"""What every peer trains, and how its steps are measured; needs torch, transformers and psutil.
 
 One process trains a Llama, initialised from one seed, on random tokens of one seed, in fp32 with
 AdamW. Each peer's script builds its own machinery around `build_model` and `batches`, calls
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,22 +21,33 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LEARNING_RATE = 1e-5
-INTERVAL_S = 0.05
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    """Return the options that all peers share."""
+    """Return the options of all peers."""
     parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--vocab", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=3, help="the first one is not counted")
+    parser.add_argument("--steps", type=int, default=4, help="the first one is not counted")
+    parser.add_argument(
+        "--checkpointing",
+        action="store_true",
+        help="recompute activations (megatrain decides itself)",
+    )
     parser.add_argument("--directory", type=Path, required=True, help="where pages or swaps go")
     parser.add_argument("--max-ram-gb", type=float, default=2.0, help="budget, where there is one")
-    parser.add_argument("--optimizer", choices=("cpu", "nvme"), default="nvme", help="DeepSpeed's")
     parser.add_argument("--compression", default="False", help="optimizer_compression of megatrain")
+    own = parser.add_argument_group("DeepSpeed alone")
+    own.add_argument("--optimizer", choices=("cpu", "nvme"), default="nvme", help="where all is")
+    own.add_argument("--sub-group-size", type=int, default=50_000_000)
+    own.add_argument("--buffers", type=int, default=8)
+    own.add_argument("--reuse-distance", type=int, default=0)
+    own.add_argument("--max-in-cpu", type=int, default=0)
+    own.add_argument("--aio-threads", type=int, default=2)
+    own.add_argument("--pipeline", action="store_true", help="pipeline_read and pipeline_write")
     return parser.parse_args()
 
 
@@ -65,34 +75,20 @@ def batches(args: argparse.Namespace) -> Iterator[torch.Tensor]:
 
 
 class Meter:
-    """Measures steps of this process and what it started.
+    """Measures the steps of this process; its memory is sampled from outside, by `compare.py`.
 
-    Memory is RssAnon + RssShmem of the process, sampled by a thread. Bytes are those that the
-    kernel moved from and to the drive for it.
+    CPU time is that of all threads. Bytes are those that the kernel moved from and to the drive.
     """
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._peak = 0
         self._marks: list[tuple[float, float, int, int]] = []
         self._losses: list[float] = []
-        threading.Thread(target=self._sample, daemon=True).start()
         self._mark()
-
-    def _sample(self) -> None:
-        while True:
-            fields = dict(
-                line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-            )
-            kib = sum(int(fields[name].split()[0]) for name in ("RssAnon", "RssShmem"))
-            self._peak = max(self._peak, kib * 1024)
-            time.sleep(INTERVAL_S)
 
     def _mark(self) -> None:
         io = self._process.io_counters()
-        self._marks.append(
-            (time.perf_counter(), time.process_time(), io.read_bytes, io.write_bytes)
-        )
+        self._marks.append((time.monotonic(), time.process_time(), io.read_bytes, io.write_bytes))
 
     def step_ended(self, loss: float) -> None:
         """Take note of a step and its loss."""
@@ -109,7 +105,8 @@ class Meter:
             "cpu_seconds": cpu_seconds,
             "read_bytes": read,
             "written_bytes": written,
-            "peak_bytes": self._peak,
+            "each_step_s": [delta[0] for delta in deltas],
+            "counted": [self._marks[1][0], self._marks[-1][0]],
             "losses": self._losses,
             **more,
         }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -235,12 +236,15 @@ class Trainer:
         trainer.fit_loop.epoch_loop._should_check_val_fx = events.is_evaluation_due
         self.model.train()
         started_s = time.time()
-        trainer.fit(
-            self._module,
-            WindowLoader(loader, accumulate, self._loss.count),
-            self._evaluation_loaders(self.eval_dataset, "eval") or None,
-            ckpt_path=None if folder is None else str(folder / RUN_NAME),
-        )
+        with warnings.catch_warnings():
+            # There need not be any: a Trainer without eval_dataset is an ordinary one.
+            warnings.filterwarnings("ignore", ".*`validation_step` but have no `val_dataloader`")
+            trainer.fit(
+                self._module,
+                WindowLoader(loader, accumulate, self._loss.count),
+                self._evaluation_loaders(self.eval_dataset, "eval") or None,
+                ckpt_path=None if folder is None else str(folder / RUN_NAME),
+            )
         return self._finish(events, started_s)
 
     def _finish(self, events: FitEvents, started_s: float) -> TrainOutput:

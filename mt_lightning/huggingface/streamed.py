@@ -30,7 +30,7 @@ from typing_extensions import override
 
 from mt_lightning.huggingface.mapped_files import is_file_backed
 from mt_lightning.huggingface.weight_file import WeightFile
-from mt_lightning.tiers.heap import returning_freed_memory
+from mt_lightning.tiers.heap import give_back_heap, returning_freed_memory
 
 log = logging.getLogger(__name__)
 
@@ -214,6 +214,7 @@ def _set_param(
             # In place: transformers still refers to it while the next tensor is made.
             param_value.data = held
     _original("set_param_for_module")(model, target_name, param_value, *args, **kwargs)
+    give_back_heap()  # what the tensors before were made of
 
 
 _HOOKS: dict[tuple[str, str], tuple[Any, tuple[str, ...]]] = {

@@ -123,7 +123,8 @@ def test_the_arguments_of_trl_are_taken(tmp_path: Path) -> None:
     assert len(losses(trainer)) == 2
     batch = TextCollator(args, tokenizer)([{"text": "ab"}, {"text": "a longer sample"}])
     assert batch["input_ids"].shape == (2, 12)
-    assert batch["labels"][0].tolist() == [97, 98, tokenizer.eos_token_id, *[-100] * 9]
+    wanted = [*tokenizer("ab")["input_ids"], tokenizer.eos_token_id, *[-100] * 9]
+    assert batch["labels"][0].tolist() == wanted
     assert batch["attention_mask"].sum(1).tolist() == [3, 12]
     masked = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}
     batch = TextCollator(args, tokenizer)([masked])

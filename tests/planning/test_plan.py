@@ -91,9 +91,9 @@ def test_what_cannot_fit_is_refused_in_under_a_second_without_being_run() -> Non
     def never(training: Training):
         raise AssertionError("the model was run")
 
-    start = time.perf_counter()
+    start = time.process_time()
     small = answer(model, Training(), find_machine("rtx4090"), never, advises=False)
-    assert time.perf_counter() - start < 1
+    assert time.process_time() - start < 1
     assert not small.fits
     assert small.time is None
     assert all(p.is_meta for p in model.root.parameters())

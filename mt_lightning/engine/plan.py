@@ -47,6 +47,7 @@ class Plan:
         num_staging: How many of them.
         stream_bytes: Length of each frame that coded state passes through.
         num_streams: How many of them.
+        inline_stream_bytes: Length of the one for pages that are updated without a worker.
         kept_as: How optimizer state is kept, for people.
         spilled: Pages whose deferred gradients go to disk.
         cached_state: Page and chunk of all state that stays in RAM.
@@ -91,6 +92,7 @@ class Plan:
     num_staging: int
     stream_bytes: int = 0
     num_streams: int = 0
+    inline_stream_bytes: int = 0
     kept_as: str = ""
     spilled: frozenset[int] = frozenset()
     cached_state: tuple[tuple[int, int], ...] = ()
@@ -143,6 +145,11 @@ class Plan:
             rows.extend(wear_rows(self.durability, self.written_bytes, self.commit_bytes))
             rows.extend(order_rows(self))
         return rows
+
+    @property
+    def streams_bytes(self) -> int:
+        """All frames that coded state passes through."""
+        return self.num_streams * self.stream_bytes + self.inline_stream_bytes
 
     @property
     def traffic(self) -> tuple[int, int]:
@@ -213,9 +220,13 @@ def make_plan(
         num_streams, num_ring = _STREAMING_CHUNKS, min(num_ring, 1)
     staging = max((_longest_range(page) for page in trained), default=0)
     num_staging = int(bool(trained))
+    # Coded state of resident pages has a frame of its own: the worker may hold all others by then.
+    inline = max(
+        (p.state_layout.largest_slot_bytes for p in updated if p.index in build.resident), default=0
+    )
     files = _file_bytes(build)
 
-    fixed = num_ring * chunk + num_streams * stream + num_staging * staging
+    fixed = num_ring * chunk + num_streams * stream + inline + num_staging * staging
     num_through = _NUM_THROUGH * trains
     fixed += num_through * _THROUGH_BYTES
     fixed += files if in_memory else 0
@@ -307,6 +318,7 @@ def make_plan(
         num_staging=num_staging,
         stream_bytes=stream,
         num_streams=num_streams,
+        inline_stream_bytes=inline,
         kept_as="; ".join(sorted({codec.words for codec in build.codecs})),
         spilled=frozenset(spilled),
         spilled_bytes=spilled_bytes,

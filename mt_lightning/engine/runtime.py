@@ -115,6 +115,7 @@ def start(
 
     ring = Ring([frame(plan.ring_bytes) for _ in range(plan.num_ring)])
     streams = Ring([frame(plan.stream_bytes) for _ in range(plan.num_streams)])
+    inline_streams = Ring([frame(plan.inline_stream_bytes)] if plan.inline_stream_bytes else [])
     staging = Ring([frame(plan.staging_bytes) for _ in range(plan.num_staging)])
     through = [frame(plan.through_bytes) for _ in range(plan.num_through)]
     cached = {}
@@ -126,7 +127,10 @@ def start(
     check = SelfCheck()
     spiller = Spiller(machine.store, machine.io, stats, staging, range_bytes)
     lazy = plan.durability == "checkpoint"
-    state = [StateStream(machine.io, ring, streams, cached, keeps=lazy) for _ in range(2)]
+    state = [
+        StateStream(machine.io, ring, frames, cached, keeps=lazy)
+        for frames in (streams, inline_streams)
+    ]
     updater, inline = (
         Updater(
             machine.store,

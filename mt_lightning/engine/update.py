@@ -228,7 +228,8 @@ class Updater:
             loaded = ahead or stream.load(page, chunk, wait=True)
             assert loaded is not None
             ahead = None
-            if position + 1 < len(chunks):
+            # The one frame that inline updates have is for the chunk at hand.
+            if position + 1 < len(chunks) and not self._inline:
                 ahead = stream.load(page, chunks[position + 1], wait=False)
             if loaded.read is not None:
                 loaded.read.wait()

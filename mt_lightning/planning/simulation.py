@@ -165,7 +165,7 @@ class _Run:
         plan = self.plan
         self.budget.reserve(
             plan.num_ring * plan.ring_bytes
-            + plan.num_streams * plan.stream_bytes
+            + plan.streams_bytes
             + plan.num_staging * plan.staging_bytes
             + plan.num_through * plan.through_bytes,
             "state",

@@ -233,7 +233,7 @@ def _ram(build: Build, plan: Plan, inputs: int, saved: int, holds_grads: bool) -
     held = grads if holds_grads else 0
     fixed = (
         plan.num_ring * plan.ring_bytes
-        + plan.num_streams * plan.stream_bytes
+        + plan.streams_bytes
         + plan.num_staging * plan.staging_bytes
         + plan.num_through * plan.through_bytes
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from mt_lightning import MegaTrainStrategy, StorageError
+from mt_lightning.engine.update import Updater
 
-from .net import Net, assert_same_training, fit, make_net
+from .net import WIDTH, Net, assert_same_training, fit, make_net
 from .test_packed_engine import paged
 
 MAKERS: dict[str, Any] = {
@@ -128,3 +130,44 @@ def test_state_stays_visible_after_fit_and_survives_a_copy() -> None:
     param: nn.Parameter = net.layers[0].up.weight
     assert optimizer.state[param]["exp_avg"].shape == param.shape
     assert len(optimizer.state) == len(list(net.parameters()))
+
+
+class Scaled(Net):
+    """Has a parameter outside of units, which is updated on the training thread."""
+
+    def __init__(self, make_optimizer: Any) -> None:
+        super().__init__(make_optimizer)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * self.scale.mean()
+
+
+def test_updates_on_the_training_thread_need_no_frame_of_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rings: list[Any] = []
+    num_inline, update, one_at_a_time = [], Updater.update, threading.Lock()
+
+    def while_worker_holds_all(updater: Any, job: Any) -> None:
+        with one_at_a_time:
+            if not updater._inline:
+                rings[:] = [updater._stream._streams]
+                update(updater, job)
+                return
+            held = [frame for ring in rings for frame in iter(ring.acquire, None)]
+            update(updater, job)
+            num_inline.append(len(held))
+            for frame in held:
+                rings[0].release(frame)
+
+    paged_by_step = MegaTrainStrategy(
+        max_ram_gb=0.5, optimizer_compression="lossless", durability="step"
+    )
+    plain, trained = Scaled(MAKERS["adamw"]), Scaled(MAKERS["adamw"])
+    trained.load_state_dict(plain.state_dict())
+    fit(plain)
+    monkeypatch.setattr(Updater, "update", while_worker_holds_all)
+    fit(trained, paged_by_step)
+    assert_same_training(plain, trained)
+    assert max(num_inline) > 0

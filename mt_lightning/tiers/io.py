@@ -63,6 +63,7 @@ class Ticket:
     Attributes:
         kind: "read", "write" or "sync".
         name: of the payload, empty where there are several.
+        lane: the drive, and the kind of its threads that run it: "read" or "write".
         sums: of a write, once it is done: the xxh3_64 of each block of each piece, in order.
         num_unstarted: operations that no thread has taken yet.
     """
@@ -71,6 +72,7 @@ class Ticket:
         self,
         kind: str,
         name: str,
+        drive: int,
         operations: Iterator[Operation],
         num_operations: int,
         sums: list[int],
@@ -78,6 +80,7 @@ class Ticket:
         """Describe a request; made by `IOQueue`."""
         self.kind = kind
         self.name = name
+        self.lane = drive, "read" if kind == "read" else "write"
         self.sums = sums
         self.error_was_read = False
         self._operations: Iterator[Operation] | None = operations
@@ -238,10 +241,11 @@ class IOQueue:
     def hurry(self, ticket: Ticket) -> None:
         """Let a request go before all others of its lane that have not begun."""
         with self._lock:
-            for lane in self._lanes.values():
-                if ticket in lane.waiting and lane.waiting[0] is not ticket:
-                    lane.waiting.remove(ticket)
-                    lane.waiting.appendleft(ticket)
+            if ticket.num_unstarted:
+                waiting = self._lanes[ticket.lane].waiting
+                if waiting[0] is not ticket:
+                    waiting.remove(ticket)
+                    waiting.appendleft(ticket)
 
     @property
     def num_queued(self) -> int:
@@ -285,14 +289,13 @@ class IOQueue:
         operations: Iterator[Operation],
         sums: list[int] | None = None,
     ) -> Ticket:
-        ticket = Ticket(kind, name, operations, num_operations, sums or [])
+        ticket = Ticket(kind, name, drive, operations, num_operations, sums or [])
         with self._lock:
             assert not self._closed, "the I/O queue is closed"
             # An error that was raised refers to the frames it passed, and they to tensors.
             self._failures = [each for each in self._failures if not each.error_was_read]
             if not ticket.done():
-                key = (drive, "read" if kind == "read" else "write")
-                lane = self._lanes.get(key) or self._open(key)
+                lane = self._lanes.get(ticket.lane) or self._open(ticket.lane)
                 lane.waiting.append(ticket)
                 lane.changed.notify_all()
         return ticket

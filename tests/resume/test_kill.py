@@ -80,19 +80,31 @@ class Runs:
             while not state()[0] and _alive(pid):
                 time.sleep(0.001)
             time.sleep(delay_s)
-            if in_write:
-                deadline = time.monotonic() + 0.2
-                while not state()[1] and time.monotonic() < deadline and _alive(pid):
+            deadline = time.monotonic() + (2.0 if in_write else 0.0)
+            while time.monotonic() < deadline and _alive(pid):
+                if not state()[1]:
+                    continue
+                # Stopped first: what is seen under way is then under way when the kill arrives.
+                os.kill(pid, signal.SIGSTOP)
+                while _status(pid) not in "TZ":
                     pass
+                if state()[1]:
+                    break
+                os.kill(pid, signal.SIGCONT)
         if _alive(pid):
             os.kill(pid, number)
 
 
-def _alive(pid: int) -> bool:
+def _status(pid: int) -> str:
+    """Return the letter that the kernel gives the state of a process; Z where it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
     except (FileNotFoundError, ProcessLookupError):
-        return False
+        return "Z"
+
+
+def _alive(pid: int) -> bool:
+    return _status(pid) != "Z"
 
 
 @pytest.fixture(scope="module")

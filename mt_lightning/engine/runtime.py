@@ -139,9 +139,9 @@ def start(
             spiller,
             check,
             keeps_weights=plan.keeps_weights,
-            inline=stream is state[1],
+            inline=is_inline,
         )
-        for stream in state
+        for stream, is_inline in zip(state, (False, True), strict=True)
     )
     files = InputFiles(
         machine.store,

@@ -14,7 +14,7 @@ from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.durability import COMMIT_INTERVAL_S
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.write_back import WriteBack
-from mt_lightning.pager.stats import Clock
+from mt_lightning.tiers.ledger import Clock
 from mt_lightning.tiers.uninterrupted import uninterrupted
 
 

@@ -10,7 +10,6 @@ plain training.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import torch
@@ -19,23 +18,20 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.clipping import Clipping
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients, PageGrads
-from mt_lightning.engine.held import held_finite, held_norms
+from mt_lightning.engine.held import held_finite, held_norms, skip_nonfinite
 from mt_lightning.engine.spill import Spiller
 from mt_lightning.engine.step_commits import StepCommits
 from mt_lightning.engine.trained import Trained
 from mt_lightning.engine.update import Due, PageUpdate, Updater
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.write_back import WriteBack
-from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import Clip
 from mt_lightning.optim.shadow import Hyper, snapshot
 from mt_lightning.pager.pool import PoolEntry, WeightPool
-from mt_lightning.pager.stats import Clock, Stats
+from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers import ledger, spans
 from mt_lightning.tiers.uninterrupted import uninterrupted
-
-log = logging.getLogger(__name__)
 
 
 class Steps:
@@ -56,7 +52,7 @@ class Steps:
         spilled: set[int],
         nonfinite: str,
         write_back: WriteBack,
-        clock: Clock,
+        clock: ledger.Clock,
     ) -> None:
         self._build = build
         self._table = build.table
@@ -91,6 +87,7 @@ class Steps:
         """Whether a step has begun to change pages and is not finished."""
 
     # -- backward ---------------------------------------------------------------------------------
+
     def arm(self, optimizer: int, clip_value: float | None = None) -> None:
         """Let the coming backward update pages of `optimizer` as their gradients complete."""
         # Taken here: a replay would show the forward's autocast region, which the step is not in.
@@ -181,6 +178,7 @@ class Steps:
         self._submit(page, Due(grads, self._hyper, self._eager_clip))
 
     # -- step -------------------------------------------------------------------------------------
+
     def clip_norm(self, optimizer: int, max_norm: float) -> torch.Tensor:
         """Scale gradients when `optimizer` steps, so that their norm is at most `max_norm`."""
         self._worker.drain()
@@ -208,13 +206,7 @@ class Steps:
         if self._nonfinite != "propagate" and not held_finite(trained, self._gradients):
             self.clipping.forget(optimizer)
             self._gradients.clear(trained.pages)
-            if self._nonfinite == "raise":
-                raise StepError(
-                    f"step {self.count + 1}: a gradient is NaN or infinite (nonfinite='raise'). No "
-                    "parameter was changed. Lower the learning rate, clip, or set nonfinite='skip'."
-                )
-            self._stats.skipped_steps += 1
-            log.warning("step skipped: a gradient is NaN or infinite (nonfinite='skip').")
+            skip_nonfinite(self.count + 1, self._nonfinite, self._stats)
             return False
         eager = self._armed == optimizer
         hyper = self._hyper if eager and self._hyper else snapshot(trained.optimizer)
@@ -284,6 +276,7 @@ class Steps:
         self.clipping.forget(optimizer)
 
     # -- deferred ---------------------------------------------------------------------------------
+
     def is_due(self, page: Page) -> bool:
         """Return whether an update of `page` waits."""
         return page.index in self._due
@@ -371,7 +364,8 @@ class Steps:
     @spans.spanned("update", ledger.UPDATE)
     def _update_now(self, page: Page, due: Due) -> None:
         """Update a resident page on this thread; it is tiny and no forward announces its use."""
-        self._inline.update(self._job(page, due, entry := self._pool.pin(page)))
+        entry = self._pool.pin(page)
+        self._inline.update(self._job(page, due, entry))
         due.grads.free()
         self._pool.release(entry)
 

@@ -30,6 +30,7 @@ from typing_extensions import override
 
 from mt_lightning.huggingface.mapped_files import is_file_backed
 from mt_lightning.huggingface.weight_file import WeightFile
+from mt_lightning.tiers.filesystem import free_bytes
 from mt_lightning.tiers.heap import give_back_heap, returning_freed_memory
 
 log = logging.getLogger(__name__)
@@ -253,12 +254,5 @@ def _is_plain(tensor: Any, smallest_bytes: int = _SMALLEST_BYTES) -> bool:
 
 
 def _roomiest(directories: Sequence[str] | None) -> str | None:
-    if not directories:
-        return None
-    found: list[tuple[int, str]] = []
-    for directory in directories:
-        path = Path(directory).expanduser().absolute()
-        there = next(each for each in (path, *path.parents) if each.exists())
-        status = os.statvfs(there)
-        found.append((status.f_bavail * status.f_frsize, str(path)))
-    return max(found)[1]
+    paths = [str(Path(each).expanduser().absolute()) for each in directories or ()]
+    return max(paths, key=free_bytes, default=None)

@@ -40,9 +40,13 @@ class KeptHeap:
         self._floor_bytes = self._least_bytes = sys.maxsize
 
     @property
+    def framed_bytes(self) -> int:
+        """Reserved bytes that lie in frames."""
+        return sum(self._budget.by_purpose[purpose] for purpose in FRAMED)
+
+    @property
     def _live_bytes(self) -> int:
-        framed = sum(self._budget.by_purpose[purpose] for purpose in FRAMED)
-        return self._budget.used_bytes - framed
+        return self._budget.used_bytes - self.framed_bytes
 
     def kept_bytes(self, coming: int = 0) -> int:
         """Return the counted bytes that are kept free, once `coming` more were taken from them."""

@@ -340,8 +340,7 @@ class WeightPool:
 
     def _trim(self, nbytes: int, *, in_heap: bool = False) -> None:
         """Give back free frames and free heap that would push real memory above the limit."""
-        framed = sum(self._budget.by_purpose[purpose] for purpose in FRAMED)
-        idle = self._arena.held_bytes - framed
+        idle = self._arena.held_bytes - self._heap.framed_bytes
         kept = self._heap.kept_bytes(nbytes if in_heap else 0)
         excess = idle + kept - (self._budget.available_bytes - nbytes)
         if idle > 0 and excess > 0:

@@ -6,9 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from mt_lightning.tiers import ledger
-from mt_lightning.tiers.ledger import Clock, Ledger
-
-__all__ = ["Clock", "Stats"]
+from mt_lightning.tiers.ledger import Ledger
 
 
 @dataclass

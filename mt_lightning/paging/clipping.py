@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from mt_lightning.engine.held import held_norm
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import Clip, clip_coefficient, grad_norm_of, total_norm
@@ -98,11 +99,7 @@ class Clipper:
         clip.apply([p.grad for p in loose if p.grad is not None])
 
     def _norm(self, page: int, index: int) -> torch.Tensor | None:
-        held = self._run.gradients.held(self._run.build.table[page])
-        if held is None or not held.has(index):
-            return None
-        grad = held.ram[index]
-        return held.spill.norms[index] if grad is None else grad_norm_of(grad)
+        return held_norm(self._run.gradients.held(self._run.build.table[page]), index)
 
     def _owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Return the optimizers whose gradients these are, which must be all that they have."""

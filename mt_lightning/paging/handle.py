@@ -14,13 +14,13 @@ from typing_extensions import Self
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.first_step import listed
+from mt_lightning.engine.held import nonfinite_names
 from mt_lightning.engine.lazy_state import LazyState
 from mt_lightning.engine.plan import Plan
 from mt_lightning.errors import StepError
 from mt_lightning.pager.stats import Stats
 from mt_lightning.paging import open_handles
 from mt_lightning.paging.clipping import Clipper
-from mt_lightning.paging.finite import nonfinite_names
 from mt_lightning.paging.routes import Routes
 from mt_lightning.plugins.guard import ClipGuard
 
@@ -211,8 +211,7 @@ class Paged:
                 f"{listed(by_hand)}: p.grad was set by hand, and gradients that pages hold would "
                 "be applied instead. Nothing was changed. Let backward() make gradients."
             )
-        run = self._engine.live.run
-        if self._raises and (names := nonfinite_names(run, optimizer)):
+        if self._raises and (names := self._nonfinite_names(optimizer)):
             self._engine.live.zero_grad(optimizer)
             raise StepError(
                 f"step {self.num_steps + 1}: gradients are NaN or infinite, and nonfinite='raise': "
@@ -234,6 +233,11 @@ class Paged:
                 commits.committed_step,
                 lost,
             )
+
+    def _nonfinite_names(self, optimizer: int) -> set[str]:
+        run = self._engine.live.run
+        run.worker.drain()
+        return nonfinite_names(run.steps.trained[optimizer], run.gradients)
 
     def _trained(self) -> list[torch.Tensor]:
         trained: set[int] = {

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
-
-import psutil
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.planning.machines import Device, Drive, Machine
@@ -86,8 +83,3 @@ def _room(directory: str) -> int:
     except OSError:
         # A profile of another machine: the drive is not here to be asked.
         return 1 << 62
-
-
-def ram_free_here() -> int:
-    """Return the memory that is free now."""
-    return int(min(psutil.virtual_memory().available, math.inf))

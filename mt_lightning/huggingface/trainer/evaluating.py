@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
@@ -16,12 +15,12 @@ from transformers import EvalPrediction, TrainingArguments
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import denumpify_detensorize, speed_metrics
 
+from mt_lightning.engine.machine import ram_limit_bytes
 from mt_lightning.errors import BudgetError
 from mt_lightning.huggingface.trainer.flow import Flow
 from mt_lightning.huggingface.trainer.module import TrainerModule
 
 GIB = 1 << 30
-_RAM_SHARE = 0.8
 
 Metrics = dict[str, float]
 ComputeMetrics = Callable[..., dict[str, Any]]
@@ -115,9 +114,7 @@ class Evaluation(Callback):
 
     @property
     def _room_bytes(self) -> int:
-        if self._max_ram_gb is not None:
-            return int(self._max_ram_gb * GIB)
-        return int(_RAM_SHARE * psutil.virtual_memory().available)
+        return ram_limit_bytes(self._max_ram_gb)
 
 
 class Collected:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from mt_lightning.commands.verify import verify
+
 from ..forked.process import Process
 from .killed_run import TERMINATED
 
@@ -154,12 +156,19 @@ def check(
             if told is not None:
                 break
             kills, hits, resumed = kills + 1, hits + hit, True
+            # What a kill leaves is whole; what it left over can go, and nothing else goes with it.
+            (report,) = verify([place], lambda *_: _forget, prune=kills % 2 == 0)
+            assert not report.damaged, report.as_dict()
         if not resumed:
             continue  # it was done before it could be killed
         told, _ = runs.run(place, resume=True, **KINDS[kind], **more)
         assert_ends_as(expected[kind], told)
     print(f"{kills} kills, {hits} during a page write or a commit")
     assert hits >= least_hits * kills
+
+
+def _forget(done: int) -> None:
+    """Take note of nothing."""
 
 
 def assert_ends_as(expected: dict[str, Any] | None, told: dict[str, Any] | None) -> None:

@@ -1,6 +1,7 @@
-"""One sample of a long sequence: peak memory and time, plain Lightning against "megatrain".
+"""Long sequences, large vocabularies: peak memory and time, plain Lightning against "megatrain".
 
     python examples/benchmarks/long_context.py --lengths 1024 4096 16384 32768 --limit-gb 2.0
+    python examples/benchmarks/long_context.py --lengths 2048 --width 32 --vocabs 8000 32000 128000
 
 A small Llama is trained for two steps on one sequence, each figure in a process of its own. None
 may take more than `--limit-gb` beside what it holds before training: the kernel refuses the rest
@@ -12,6 +13,7 @@ of resident memory above that before training.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import logging
 import resource
@@ -74,7 +76,7 @@ class Chunked(mt.CausalLMModule):
         return super().training_step({"input_ids": batch, "labels": batch}, batch_idx)
 
 
-def llama(args: argparse.Namespace) -> LlamaForCausalLM:
+def llama(args: argparse.Namespace, vocab: int) -> LlamaForCausalLM:
     """Return a Llama whose positions reach to the longest sequence."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
@@ -84,17 +86,19 @@ def llama(args: argparse.Namespace) -> LlamaForCausalLM:
             num_hidden_layers=args.layers,
             num_attention_heads=4,
             num_key_value_heads=4,
-            vocab_size=args.vocab,
+            vocab_size=vocab,
             max_position_embeddings=max(args.lengths),
             use_cache=False,
         )
     )
 
 
-def measure(args: argparse.Namespace, mode: str, length: int, root: Path) -> dict[str, Any]:
+def measure(
+    args: argparse.Namespace, mode: str, length: int, vocab: int, root: Path
+) -> dict[str, Any]:
     """Train under the limit; return peak memory in bytes, seconds per step and the last loss."""
     module: LightningModule
-    model = llama(args)
+    model = llama(args, vocab)
     options: dict[str, Any] = {}
     if mode == "megatrain":
         module = Chunked(model, learning_rate=1e-4)
@@ -115,7 +119,7 @@ def measure(args: argparse.Namespace, mode: str, length: int, root: Path) -> dic
         enable_model_summary=False,
         **options,
     )
-    tokens = torch.randint(args.vocab, (NUM_STEPS, length))
+    tokens = torch.randint(vocab, (NUM_STEPS, length))
     process = psutil.Process()
     before = process.memory_info()
     limit = before.data + round(args.limit_gb * 2**30)
@@ -130,10 +134,11 @@ def measure(args: argparse.Namespace, mode: str, length: int, root: Path) -> dic
     return {"bytes": peak - before.rss, "seconds": times.marks[-1] - times.marks[-2]}
 
 
-def run_apart(args: argparse.Namespace, mode: str, length: int) -> dict[str, Any]:
+def run_apart(args: argparse.Namespace, mode: str, length: int, vocab: int) -> dict[str, Any]:
     """Measure in a process of its own."""
     with tempfile.TemporaryDirectory(dir=args.directory, prefix="long-context-") as root:
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", mode, str(length), root]
+        one = ["--one", mode, str(length), str(vocab), root]
+        command = [sys.executable, __file__, *sys.argv[1:], *one]
         done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -145,28 +150,28 @@ def main() -> None:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--vocabs", type=int, nargs="+", default=[32000])
     parser.add_argument("--limit-gb", type=float, default=2.0, help="for training, in GiB")
     parser.add_argument("--max-ram-gb", type=float, default=0.5, help="of the strategy")
     parser.add_argument("--directory", type=Path, help="where pages go; a temporary one if absent")
     parser.add_argument("--json", type=Path, help="write the figures there too")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one is not None:
         logging.disable(logging.INFO)
         warnings.filterwarnings("ignore")
-        mode, length, root = args.one
-        sys.stdout.write(json.dumps(measure(args, mode, int(length), Path(root))) + "\n")
+        mode, length, vocab, root = args.one
+        found = measure(args, mode, int(length), int(vocab), Path(root))
+        sys.stdout.write(json.dumps(found) + "\n")
         return
     table = Table(box=box.SIMPLE_HEAD, title=f"limit {args.limit_gb} GiB")
-    table.add_column("tokens", justify="right")
-    for mode in args.modes:
-        table.add_column(mode, justify="right")
+    for name in ("tokens", "vocabulary", *args.modes):
+        table.add_column(name, justify="right")
     figures = []
-    for length in args.lengths:
-        row = {mode: run_apart(args, mode, length) for mode in args.modes}
-        figures.append({"length": length, **row})
-        table.add_row(str(length), *map(_cell, row.values()))
+    for length, vocab in itertools.product(args.lengths, args.vocabs):
+        row = {mode: run_apart(args, mode, length, vocab) for mode in args.modes}
+        figures.append({"length": length, "vocab": vocab, **row})
+        table.add_row(str(length), str(vocab), *map(_cell, row.values()))
     Console(width=100).print(table)
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=1))

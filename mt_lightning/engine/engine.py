@@ -282,7 +282,9 @@ class Engine:
         try:
             # What a commit names is there already, and nothing else is.
             old_files = self._files if record is None else {}
-            create_files(self.machine.store, old_files, files, keep_weights=same)
+            # Without optimizers the state stays that of the fit before, for one that is resumed.
+            kept = ("weight", "state") if build is old else ("weight",) if same else ()
+            create_files(self.machine.store, old_files, files, kept=kept)
             self._files = files
             if record is not None:
                 forget_weights(run, build, imported)

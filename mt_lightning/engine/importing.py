@@ -32,16 +32,22 @@ def file_sizes(table: PageTable, plan: Plan) -> dict[str, int]:
 
 
 def create_files(
-    store: Store, old: dict[str, int], new: dict[str, int], *, keep_weights: bool
+    store: Store, old: dict[str, int], new: dict[str, int], *, kept: Container[str]
 ) -> None:
-    """Make the files of a run; what is there already is deleted, but for weights that stay.
+    """Make the files of a run; what is there already is deleted, but for what stays.
 
     Mappings of a deleted file stay valid: parameters may be parked on it until they are imported.
+
+    Args:
+        store: Where they lie.
+        old: Files that are there, and their lengths.
+        new: Those of the run.
+        kept: Kinds of files that stay: "weight", "state".
     """
     written = {f"{name.rsplit('.', 1)[0]}.{slot}" for name in old for slot in (0, 1)}
     for name in sorted(written):
         nbytes = old.get(name, 0)
-        stays = keep_weights and ".weight." in name and new.get(name) == nbytes
+        stays = name.split(".")[-2] in kept and new.get(name) == nbytes
         if not stays and store.exists(name):
             store.delete(name)
     for name, nbytes in new.items():

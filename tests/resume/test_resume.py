@@ -76,6 +76,24 @@ def test_whatever_form_the_state_has(tmp_path: Path, compression: Any) -> None:
     assert assert_goes_on_as(expected, resume(tmp_path / "run", paging)) == 7
 
 
+@pytest.mark.parametrize(
+    ("look", "compression"), [("validate", False), ("test", "R1"), ("predict", "lossless")]
+)
+def test_an_evaluation_in_between_changes_nothing(
+    tmp_path: Path, look: str, compression: Any
+) -> None:
+    paging = {"optimizer_compression": compression}
+    lossy = compression == "R1"
+    expected = train(paged(tmp_path / "straight", **paging)) if lossy else straight()
+    module = train(paged(tmp_path / "run", **paging), stop=7)
+    module.test_step = module.validation_step  # type: ignore[method-assign]
+    module.predict_step = lambda batch: module(batch)  # type: ignore[method-assign]
+    loader = DataLoader(Tokens(4, False), batch_size=2)
+    getattr(module.trainer, look)(module, loader)
+    module.trainer.strategy._close()
+    assert assert_goes_on_as(expected, resume(tmp_path / "run", paging)) == 7
+
+
 def test_a_run_can_be_interrupted_again_and_again(tmp_path: Path) -> None:
     expected = straight(workers=2)
     interrupt(tmp_path, 3, {}, workers=2)

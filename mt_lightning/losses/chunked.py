@@ -28,7 +28,8 @@ Step = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]
 
 _CHUNK_BYTES = {"cpu": 32 << 20}
 _DEVICE_CHUNK_BYTES = 256 << 20
-_MIN_CHUNK_TOKENS = {"cpu": 64}
+_MIN_CHUNK_TOKENS = {"cpu": 16}
+"""Fewer would leave a product bound by reading the head's weight."""
 _DEVICE_MIN_CHUNK_TOKENS = 512
 
 
@@ -131,7 +132,8 @@ def chunk_tokens(chunk_size: ChunkSize, vocabulary: int, device: torch.device) -
     if chunk_size == "auto":
         num_bytes = _CHUNK_BYTES.get(device.type, _DEVICE_CHUNK_BYTES)
         least = _MIN_CHUNK_TOKENS.get(device.type, _DEVICE_MIN_CHUNK_TOKENS)
-        return max(least, num_bytes // (4 * max(1, vocabulary)) // 64 * 64)
+        num_tokens = num_bytes // (4 * max(1, vocabulary))
+        return max(least, num_tokens // 64 * 64 or num_tokens // least * least)
     if isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1:
         raise ConfigError(
             f"A loss chunk of {chunk_size!r} tokens is not possible; set it to 'auto' or to a "

@@ -250,7 +250,7 @@ def test_no_tensor_grows_with_tokens_times_vocabulary(dtype: torch.dtype | None)
 
 def test_auto_chunks_follow_the_vocabulary() -> None:
     cpu = torch.device("cpu")
-    for vocabulary, num_tokens in ((257, 32640), (49152, 128), (262144, 64)):
+    for vocabulary, num_tokens in ((257, 32640), (49152, 128), (262144, 32), (1 << 20, 16)):
         assert chunked.chunk_tokens("auto", vocabulary, cpu) == num_tokens
     assert chunked.chunk_tokens("auto", 49152, torch.device("meta")) == 1344
     assert chunked.chunk_tokens(5, 49152, cpu) == 5

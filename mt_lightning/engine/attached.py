@@ -286,8 +286,7 @@ class Attached:
         self._end_dead_backward()
         self._parking.forget_dead()
         run = self.run
-        if self._stats.steps:
-            report_first_step(self.run)
+        report_first_step(self.run, drained=False)
         applied = run.steps.step(optimizer)
         run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
         run.binder.used.update(run.build.resident)
@@ -327,8 +326,7 @@ class Attached:
             self.run.steps.commit_now(weights=True)
         if (took_ms := (time.perf_counter() - begin) * 1e3) >= _TOLD_MS:
             log.info("drained in %.0f ms: what was due of the last step is written.", took_ms)
-        if self._stats.steps:
-            report_first_step(self.run)
+        report_first_step(self.run, drained=True)
 
     def find_edits(self) -> None:
         """See whether weights were written to outside a step; all updates are done."""

@@ -9,18 +9,25 @@ from mt_lightning.engine.runtime import Runtime
 log = logging.getLogger("mt_lightning.engine.attached")
 
 
-def report_first_step(run: Runtime) -> None:
-    """Say once what the first step did to the parameters."""
-    check = run.end_checking()
-    if check is None:
+def report_first_step(run: Runtime, *, drained: bool) -> None:
+    """Say once what the first step did to the parameters.
+
+    Args:
+        run: It may not have made a step yet; nothing is said then.
+        drained: Whether all updates are done. Else nothing is said before each optimizer has
+            stepped once and its updates are done.
+    """
+    stepped = [trained for trained in run.steps.trained if trained.first_hyper is not None]
+    if run.check is None or not stepped:
         return
-    trained = [
-        spec.name
-        for steps in run.steps.trained
-        for page in steps.pages
-        for spec in page.layout.params
-        if spec.numel
-    ]
+    pages = [page for trained in stepped for page in trained.pages]
+    if not drained and (
+        len(stepped) < len(run.steps.trained) or any(run.steps.is_due(page) for page in pages)
+    ):
+        return
+    check = run.end_checking()
+    assert check is not None
+    trained = [spec.name for page in pages for spec in page.layout.params if spec.numel]
     still = set(trained) - check.got
     if still:
         log.warning(
@@ -28,8 +35,12 @@ def report_first_step(run: Runtime) -> None:
             len(still),
             listed(still),
         )
-    hypers = [t.first_hyper for t in run.steps.trained if t.first_hyper is not None]
-    rates = [group["lr"] for hyper in hypers for group in hyper.groups if "lr" in group]
+    rates = [
+        group["lr"]
+        for hyper in (trained.first_hyper for trained in stepped)
+        for group in (hyper.groups if hyper is not None else ())
+        if "lr" in group
+    ]
     unchanged = check.pushed - check.changed
     if unchanged and any(float(rate) for rate in rates):
         log.warning(

@@ -160,12 +160,12 @@ def _optimizer_of(root: nn.Module, optimizers: list[torch.optim.Optimizer]) -> d
                 if id(param) not in names:
                     raise ConfigError(
                         f"{type(optimizer).__name__} trains a tensor of shape {tuple(param.shape)} "
-                        "that is not a parameter of the module; strategy='megatrain' pages module "
-                        "parameters only. Register it as an nn.Parameter."
+                        "that is not a parameter of the module; only those are paged. Register it "
+                        "as an nn.Parameter."
                     )
                 if id(param) in owner:
                     raise ConfigError(
-                        f"{names[id(param)]} is in two optimizers; strategy='megatrain' needs each "
+                        f"{names[id(param)]} is in two optimizers; paging needs each "
                         "parameter in one. Remove it from one in configure_optimizers."
                     )
                 owner[id(param)] = _Place(index, group_index, position)

@@ -84,6 +84,6 @@ class Clipping:
     def _check_open(self, optimizer: int) -> None:
         if optimizer in self._clips:
             raise StepError(
-                "gradients were clipped twice before one step; strategy='megatrain' applies one "
+                "gradients were clipped twice before one step; paging applies one "
                 "clipping per step. Remove gradient_clip_val from the Trainer, or your own call."
             )

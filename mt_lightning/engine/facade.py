@@ -81,11 +81,9 @@ class OptimizerFacade:
         def add_param_group(param_group: dict[str, Any]) -> None:
             del param_group
             raise StepError(
-                "add_param_group() during fit: strategy='megatrain' lays pages out by "
-                "optimizer when fit "
-                "starts. Give every parameter that will ever be trained to the optimizer in "
-                "configure_optimizers, and freeze by requires_grad=False (BaseFinetuning "
-                "cannot run)."
+                "add_param_group() while pages are in use: they are laid out by optimizer at "
+                "start. Give every parameter that will ever be trained to the optimizer before, "
+                "and freeze by requires_grad=False (BaseFinetuning cannot run)."
             )
 
         for method in (step, zero_grad, state_dict, load_state_dict, add_param_group):

@@ -198,7 +198,7 @@ class Gradients:
                 f"{page.layout.params[0].name}: optimizer.step() was called again without "
                 "optimizer.zero_grad() since the last step. Plain PyTorch would apply the old "
                 "gradient "
-                "once more; strategy='megatrain' has already freed it. Call optimizer.zero_grad()."
+                "once more; paging has already freed it. Call optimizer.zero_grad()."
             )
 
     def expect_clearing(self, pages: Iterable[Page]) -> None:

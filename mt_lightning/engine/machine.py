@@ -116,7 +116,7 @@ def open_machine(
     """
     if sys.platform != "linux":
         raise ConfigError(
-            f"strategy='megatrain' needs Linux (direct I/O, private mappings); this is "
+            f"paging needs Linux (direct I/O, private mappings); this is "
             f"{sys.platform}. "
             "Run it on Linux, in WSL 2 or in a container, or use strategy='auto'."
         )

@@ -16,8 +16,8 @@ def refuse_model(root: nn.Module) -> None:
     for name, module in root.named_modules():
         if getattr(module, "sparse", False) is True:
             raise ConfigError(
-                f"{name} ({type(module).__name__}) makes sparse gradients, which strategy="
-                "'megatrain' cannot page. Set sparse=False."
+                f"{name} ({type(module).__name__}) makes sparse gradients, which paging "
+                "cannot take. Set sparse=False."
             )
     for name, param in root.named_parameters():
         if isinstance(param, nn.parameter.UninitializedParameter):
@@ -27,6 +27,6 @@ def refuse_model(root: nn.Module) -> None:
             )
         if param.device.type not in ("cpu", "meta"):
             raise ConfigError(
-                f"{name} is on {param.device}; strategy='megatrain' starts from parameters on "
+                f"{name} is on {param.device}; paging starts from parameters on "
                 "the CPU or on meta. Do not move the model yourself."
             )

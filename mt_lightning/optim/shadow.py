@@ -150,7 +150,7 @@ def probe_state(
     except Exception as error:
         raise ConfigError(
             f"{type(optimizer).__name__} could not take a trial step on a parameter of shape "
-            f"{shape}: {error}. strategy='megatrain' steps each parameter by itself; an optimizer "
+            f"{shape}: {error}. paging steps each parameter by itself; an optimizer "
             "that needs all of them at once cannot be paged."
         ) from error
     after = {k: v for k, v in twin.param_groups[group].items() if k != "params"}

@@ -39,18 +39,17 @@ def check_supported(optimizer: object) -> None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"configure_optimizers returned {name}, which is not a torch.optim.Optimizer; "
-            "strategy='megatrain' steps torch optimizers only."
+            "paging steps torch optimizers only."
         )
     for refused, reason in REFUSED.items():
         if isinstance(optimizer, refused):
             raise ConfigError(
-                f"{name} cannot run under strategy='megatrain': {reason}. "
+                f"{name} cannot be paged: {reason}. "
                 "Return another optimizer from configure_optimizers, such as torch.optim.AdamW."
             )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
             raise ConfigError(
-                f"{name}(differentiable=True) cannot run under strategy='megatrain': "
-                f"parameters are "
-                "updated outside autograd. Set differentiable=False."
+                f"{name}(differentiable=True) cannot be paged: parameters are updated outside "
+                "autograd. Set differentiable=False."
             )

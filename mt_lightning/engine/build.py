@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from mt_lightning.engine.compiled import refuse_compiled
 from mt_lightning.engine.state_plan import StatePlanner
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import ConfigError
@@ -99,7 +100,11 @@ def build_pages(
         orders: Strides by `id` of a parameter, for parameters that hold placeholders now.
         slice_bytes: Length of an update slice in the weight plane.
         codecs: How the state of each optimizer is kept.
+
+    Raises:
+        ConfigError: Code was compiled across units, or a parameter cannot be laid out.
     """
+    refuse_compiled(root, units)
     owner = _optimizer_of(root, optimizers)
     holders = _unit_sets(root, units)
     sorted_params: dict[tuple[tuple[int, ...], int | None], list[_Named]] = {}

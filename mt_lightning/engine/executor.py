@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mt_lightning.engine.compiled import CompiledCall
 from mt_lightning.engine.graphs.graph import Binding, Graph
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.item import Kept
@@ -72,13 +73,15 @@ class Executor:
         self._modules = list(unit.module.modules())
         self._own = unit.module.__dict__.get("forward")
         self._forward: Callable[..., Any] = unit.module.forward
+        compiled = unit.module._compiled_call_impl is not None
+        self._compiled = CompiledCall(unit.module) if compiled else None
 
     def attach(self) -> None:
         """Install the wrapper on the instance."""
 
         @functools.wraps(self._forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            return self._run(self._forward, args, kwargs)
+            return self._run(self._compiled or self._forward, args, kwargs)
 
         def run_inside(function: Callable[..., Any], *args: Any) -> Any:
             return self._run(function, args, {})
@@ -86,9 +89,13 @@ class Executor:
         # For what reads the unit's weights without being its forward; see `losses.chunked`.
         forward.run_inside = run_inside  # type: ignore[attr-defined]
         self._unit.module.forward = forward
+        if self._compiled is not None:
+            self._compiled.attach()
 
     def detach(self) -> None:
         """Restore what was there before."""
+        if self._compiled is not None:
+            self._compiled.detach()
         if self._own is None:
             self._unit.module.__dict__.pop("forward", None)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
 
@@ -69,8 +70,17 @@ def _layers(root: nn.Module, class_names: Sequence[str] | None) -> list[tuple[st
     return found or _items(root)
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Return whether a module is what torch.compile(module) makes around another."""
+    return hasattr(module, "_orig_mod")
+
+
+def _bare(module: nn.Module) -> Any:
+    return module._orig_mod if is_wrapper(module) else module
+
+
 def _bases(module: nn.Module) -> set[str]:
-    return {base.__name__ for base in type(module).__mro__}
+    return {base.__name__ for base in type(_bare(module)).__mro__}
 
 
 def _outermost(root: nn.Module, wanted, prefix: str = "") -> list[tuple[str, nn.Module]]:
@@ -110,8 +120,8 @@ def _rest(path: str, module: nn.Module, chosen: dict[int, str], seen: set[int]) 
             continue
         seen.add(id(child))
         holds_layers = any(id(inner) in chosen for inner in child.modules())
-        own = any(True for _ in child.parameters(recurse=False))
-        runs = type(child).forward is not nn.Module.forward
+        own = any(True for _ in _bare(child).parameters(recurse=False))
+        runs = type(_bare(child)).forward is not nn.Module.forward
         if own and runs and not holds_layers:
             if sum(p.numel() * p.element_size() for p in child.parameters()) >= RESIDENT_BYTES:
                 chosen[id(child)] = child_path

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from mt_lightning.engine.compiled import is_compiled
 from mt_lightning.losses.chunked import ChunkSize
 from mt_lightning.losses.deferred import deferred_logits
 
@@ -55,12 +56,10 @@ class TrainingLoss:
 
 def find_head(model: nn.Module) -> nn.Linear | str:
     """Return the head of a causal language model, or why its logits cannot be deferred."""
-    if any(
-        hasattr(module, "_orig_mod") or module._compiled_call_impl for module in model.modules()
-    ):
-        return "it is compiled"
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     head = None if inner is None else inner.get_output_embeddings()
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         return f"its head is {type(head).__name__}, not a Linear"
+    if any(is_compiled(module) and head in module.modules() for module in model.modules()):
+        return "it is compiled"
     return head

@@ -17,7 +17,6 @@ _WRAPPERS = {
     "DistributedDataParallel": "it copies gradients between processes",
     "DataParallel": "it copies the model to several devices",
     "FullyShardedDataParallel": "it moves parameters itself",
-    "OptimizedModule": "compiled code reads weights where they are not in memory",
     "ScriptModule": "its code cannot be stopped between two layers",
 }
 

@@ -38,6 +38,12 @@ def refuse(trainer: pl.Trainer, checkpoint_io: CheckpointIO, engine: Engine | No
             "training "
             "changes them. Remove it from Trainer(plugins=[...]); saving is streamed anyway."
         )
+    if trainer.lightning_module._compiler_ctx is not None:
+        raise ConfigError(
+            "torch.compile(module) cannot run with strategy='megatrain': compiled code would read "
+            "weights that are not in memory. Compile the layers: for layer in self.layers: "
+            "layer.compile()."
+        )
     if trainer.num_nodes > 1:
         raise ConfigError(
             f"strategy='megatrain' runs on one machine, but num_nodes={trainer.num_nodes}; pass "

@@ -112,7 +112,7 @@ REFUSED: dict[str, str] = {
     "bf16_full_eval": "pages hold the trained weights; use bf16=True",
     "fp16_full_eval": "pages hold the trained weights; use bf16=True",
     "tf32": "the model runs on the CPU; leave it None",
-    "torch_compile": "parameters are bound to pages while units run; leave it False",
+    "torch_compile": "compile the layers yourself (layer.compile()) and leave it False",
     "torch_compile_backend": "see torch_compile; leave it None",
     "torch_compile_mode": "see torch_compile; leave it None",
     "use_liger_kernel": "losses are taken in chunks anyway; leave it False",

@@ -61,6 +61,14 @@ def is_compiled(module: nn.Module) -> bool:
     return is_wrapper(module) or module._compiled_call_impl is not None
 
 
+def runs_compiled(module: nn.Module) -> bool:
+    """Return whether a module or anything in it runs compiled code."""
+    return any(
+        is_compiled(each) or hasattr(each.__dict__.get("forward"), "_torchdynamo_orig_callable")
+        for each in module.modules()
+    )
+
+
 def refuse_compiled(root: nn.Module, units: Sequence[Unit]) -> None:
     """Refuse code that was compiled across units: it would read weights that are not there.
 

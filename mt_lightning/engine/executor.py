@@ -18,6 +18,7 @@ import copy
 import functools
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -29,6 +30,7 @@ from mt_lightning.engine.graphs.graph import Binding, Graph
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.item import Kept
 from mt_lightning.engine.inputs.tier import InputTier
+from mt_lightning.engine.routing import Routes
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
 from mt_lightning.errors import StepError
@@ -75,6 +77,7 @@ class Executor:
         self._forward: Callable[..., Any] = unit.module.forward
         compiled = unit.module._compiled_call_impl is not None
         self._compiled = CompiledCall(unit.module) if compiled else None
+        self._routes = Routes(unit.module)
 
     def attach(self) -> None:
         """Install the wrapper on the instance."""
@@ -115,7 +118,9 @@ class Executor:
             finally:
                 torch.set_autocast_cache_enabled(cache)
                 self._host.leave(self._unit, backward=False)
-        execution = _Execution(self._host, self._unit, self._modules, function, args, kwargs)
+        execution = _Execution(
+            self._host, self._unit, self._modules, self._routes, function, args, kwargs
+        )
         execution.kept = self._host.inputs.keep(args, kwargs)
         graph = self._host.graphs.begin(self._host, self._unit, args, kwargs)
         if graph is not None:
@@ -140,6 +145,7 @@ class _Execution:
         host: Host,
         unit: Unit,
         modules: list[nn.Module],
+        routes: Routes,
         forward: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -147,6 +153,8 @@ class _Execution:
         self.host = host
         self.unit = unit
         self.modules = modules
+        self.routes = routes
+        self.choices: list[torch.Tensor] = []
         self._forward = forward
         self._kwargs = kwargs
         self.dtype = torch.get_default_dtype()
@@ -198,6 +206,7 @@ class _Bound:
         self._execution = execution
         self._cache: list[bool] = []
         self._spans: list[Span] = []
+        self._modes: list[AbstractContextManager[Any]] = []
 
     def __enter__(self) -> None:
         run = self._execution
@@ -212,9 +221,13 @@ class _Bound:
         phase, account = ("recompute", RECOMPUTE) if self.backward else ("forward", COMPUTE)
         self._spans.append(Span(phase, run.unit.name, account))
         self._spans[-1].__enter__()
+        modes = run.routes.replaying if self.backward else run.routes.recording
+        self._modes.append(modes(run.choices))
+        self._modes[-1].__enter__()
 
     def __exit__(self, *error: Any) -> None:
         run = self._execution
+        self._modes.pop().__exit__(*error)
         self._spans.pop().__exit__(*error)
         self.end(run)
         torch.set_autocast_cache_enabled(self._cache.pop())
@@ -241,6 +254,7 @@ class _First(_Bound):
         counted = run.before.buffers_changed()
         if not counted:
             run.before.drop_buffers()
+        run.routes.executed(run.choices)
         run.host.executed(run.unit, run.start, next_sequence_number(), counted=counted)
 
 

@@ -6,6 +6,7 @@ import errno
 import os
 import re
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from mt_lightning.pages.sizes import ALIGN_BYTES
@@ -50,6 +51,20 @@ def free_bytes(path: str | os.PathLike[str]) -> int:
     """Return the bytes that an unprivileged user may still write at a path."""
     stats = os.statvfs(existing_parent(path))
     return stats.f_bavail * stats.f_frsize
+
+
+def files_bytes(directories: Iterable[str | os.PathLike[str]]) -> int:
+    """Return the bytes that files below some directories take on disk; links count once."""
+    taken: dict[tuple[int, int], int] = {}
+    for directory in directories:
+        for folder, _, names in os.walk(directory):
+            for name in names:
+                try:
+                    found = os.lstat(os.path.join(folder, name))
+                except FileNotFoundError:  # it went meanwhile
+                    continue
+                taken[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sum(taken.values())
 
 
 def is_memory(path: str | os.PathLike[str]) -> bool:

@@ -2,8 +2,12 @@
 
     python examples/benchmarks/plan_accuracy.py
 
-Each run is a process of its own on a slowed-down drive. How fast this machine computes and updates
-is measured first: by forward and backward of one of the models in memory, and by runs that page it.
+Each run is a process of its own on a slowed-down drive. What the planner is told of this machine is
+measured by other things than these runs: units run one by one in memory, before and after each run;
+memory; blocks through the slowed-down drive; and updates and the kit's own work by runs of another
+model. Times mean little where others use the processors: on a shared machine run it as
+
+    chrt -r 1 python examples/benchmarks/plan_accuracy.py
 """
 
 from __future__ import annotations
@@ -15,26 +19,37 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mt_lightning.commands.bench.machine import measure_flops, measure_fresh, median_s
 from mt_lightning.commands.plan.model import worker_for
 from mt_lightning.engine.options import Options
+from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.planning.machines import GIB, Device, Drive, Machine
 from mt_lightning.planning.planner import Answer, answer
 from mt_lightning.planning.simulation import simulate
 from mt_lightning.planning.tiers import Model
+from mt_lightning.planning.timed import timed
 from mt_lightning.planning.training import Training
+from mt_lightning.planning.work import ModelWork
+from mt_lightning.tiers.arena import Frame
+from mt_lightning.tiers.doubles import ThrottledStore
+from mt_lightning.tiers.io import IOQueue
+from mt_lightning.tiers.store import FileStore, Store
 
+_PROBE_BYTES = 64 << 20
 NUM_UNTIMED_STEPS, NUM_TIMED_STEPS = 2, 3
+CALIBRATION = "20M"
 SHAPES = {
+    "20M": {"hidden_size": 384, "num_hidden_layers": 10, "intermediate_size": 1056},
     "12M": {"hidden_size": 256, "num_hidden_layers": 12, "intermediate_size": 704},
     "27M": {"hidden_size": 512, "num_hidden_layers": 8, "intermediate_size": 1408},
     "52M": {"hidden_size": 512, "num_hidden_layers": 16, "intermediate_size": 1408},
@@ -55,6 +70,7 @@ class Case:
     form: bool | str = False
     clips: bool = False
     precision: str = "32-true"
+    durability: Literal["step", "checkpoint"] = "step"
     read_mb: float = 400.0
     write_mb: float = 400.0
 
@@ -74,6 +90,8 @@ CASES = [
     Case(shape="61M", ram_gb=0.15, batch_size=4, sequence_length=256, form=True),
     Case(shape="12M", ram_gb=0.05, batch_size=4, read_mb=100.0, write_mb=100.0),
     Case(shape="12M", ram_gb=0.05, batch_size=4, precision="bf16-mixed"),
+    Case(shape="27M", ram_gb=1.0, durability="checkpoint"),
+    Case(shape="52M", ram_gb=0.15, micros=2, layer_major=True, form="lossless", clips=True),
 ]
 
 
@@ -101,32 +119,12 @@ def settings(case: Case) -> Training:
             max_ram_gb=case.ram_gb,
             optimizer_compression=case.form,
             layer_major=case.layer_major,
-            durability="step",
+            durability=case.durability,
         ),
     )
 
 
 # -- one run, in a process of its own ------------------------------------------------------------
-
-
-def memory_bytes() -> int:
-    """Return the anonymous and shared memory of this process."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
-
-
-class Sampler(threading.Thread):
-    """Notes the most memory that this process holds."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak_bytes = 0
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        """Look every 10 ms."""
-        while not self.done.wait(0.01):
-            self.peak_bytes = max(self.peak_bytes, memory_bytes())
 
 
 def run(case: Case, directory: str) -> dict[str, float]:
@@ -135,15 +133,15 @@ def run(case: Case, directory: str) -> dict[str, float]:
     from torch.utils.data import DataLoader
 
     import mt_lightning as mt
-    from mt_lightning.tiers.doubles import ThrottledStore
+    from mt_lightning.callbacks.memory import MemorySampler, process_memory_bytes
 
     class Watch(pl.Callback):
-        marks: list[tuple[float, int, int]] = []
+        marks: list[dict[str, float]] = []
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step > len(self.marks):
-                stats = trainer.strategy.engine.stats
-                self.marks.append((time.perf_counter(), stats.bytes_read, stats.bytes_written))
+                stats = trainer.strategy.engine.stats.snapshot()
+                self.marks.append({"step_s": time.perf_counter(), **stats})
 
     warnings.filterwarnings("ignore")
     with torch.device("meta"):
@@ -158,14 +156,10 @@ def run(case: Case, directory: str) -> dict[str, float]:
         max_ram_gb=case.ram_gb,
         optimizer_compression=case.form,
         layer_major=case.layer_major,
-        durability="step",
-        _wrap_store=functools.partial(
-            ThrottledStore,
-            read_bytes_per_s=case.read_mb * 1e6,
-            write_bytes_per_s=case.write_mb * 1e6,
-        ),
+        durability=case.durability,
+        _wrap_store=functools.partial(throttled, case),
     )
-    watch, sampler = Watch(), Sampler()
+    watch, sampler = Watch(), MemorySampler(0.01)
     trainer = pl.Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -180,21 +174,23 @@ def run(case: Case, directory: str) -> dict[str, float]:
         enable_model_summary=False,
         default_root_dir=directory,
     )
-    base = memory_bytes()
+    base = process_memory_bytes()
     sampler.start()
     trainer.fit(module, data)
-    sampler.done.set()
+    sampler.stop()
     first, last = watch.marks[NUM_UNTIMED_STEPS - 1], watch.marks[-1]
-    stats = strategy.engine.stats
+    per_step = {name: (last[name] - first[name]) / NUM_TIMED_STEPS for name in last}
     return {
-        "step_s": (last[0] - first[0]) / NUM_TIMED_STEPS,
-        "read_bytes": (last[1] - first[1]) / NUM_TIMED_STEPS,
-        "written_bytes": (last[2] - first[2]) / NUM_TIMED_STEPS,
-        "ram_peak_bytes": stats.ram_peak_bytes,
+        **per_step,
+        "ram_peak_bytes": strategy.engine.stats.ram_peak_bytes,
         "process_bytes": sampler.peak_bytes,
         "base_bytes": base,
-        "update_params_per_s": model.num_parameters() * num_steps / max(stats.update_s, 1e-9),
     }
+
+
+def throttled(case: Case, store: Store) -> ThrottledStore:
+    """Slow a store down."""
+    return ThrottledStore(store, case.read_mb * 1e6, case.write_mb * 1e6)
 
 
 def run_apart(case: Case, directory: str | None) -> dict[str, float]:
@@ -211,37 +207,23 @@ def run_apart(case: Case, directory: str | None) -> dict[str, float]:
 # -- the rates of this machine ------------------------------------------------------------
 
 
-def seconds_of(call: Any, least_s: float = 0.3) -> float:
-    """Return how long a call takes: the shortest of several."""
-    call()
-    times, begin = [], time.perf_counter()
-    while time.perf_counter() - begin < least_s or len(times) < 3:
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return min(times)
-
-
-def rates() -> tuple[dict[str, float], float]:
-    """Measure matrix products by dtype, and bytes of element-wise operations, in a second."""
-    flops = {}
-    for name, dtype in (("float32", torch.float32), ("bfloat16", torch.bfloat16)):
-        left, right = torch.randn(256, 512, dtype=dtype), torch.randn(512, 1408, dtype=dtype)
-        flops[name] = 2 * 256 * 512 * 1408 / seconds_of(functools.partial(torch.mm, left, right))
-    rows = torch.randn(256, 1408)
-    return flops, 3 * rows.nbytes / seconds_of(functools.partial(torch.mul, rows, rows))
-
-
-def computing_s(shape: str, training: Training) -> float:
-    """Measure forward and backward of a model in memory."""
-    model = make_model(shape)
-    ids = torch.randint(0, 2048, (training.batch_size, training.sequence_length))
-
-    def once() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        model.zero_grad()
-
-    return seconds_of(once, 2.0)
+def latency_s(case: Case, directory: str | None) -> float:
+    """Measure what a block takes beside its bytes, one after the other through the slow drive."""
+    with tempfile.TemporaryDirectory(dir=directory) as place:
+        files = FileStore([place])
+        files.create("probe", _PROBE_BYTES)
+        queue = IOQueue(throttled(case, files), 1)
+        frame = Frame(BLOCK_BYTES)
+        offsets = range(0, _PROBE_BYTES, BLOCK_BYTES)
+        begin = time.perf_counter()
+        for offset in offsets:
+            queue.write("probe", [(offset, frame.memory)]).wait()
+            queue.read("probe", [(offset, frame.memory)]).wait()
+        spent = time.perf_counter() - begin
+        queue.close()
+        files.close()
+    bare = _PROBE_BYTES / 1e6 * (1 / case.read_mb + 1 / case.write_mb)
+    return max(0.0, spent - bare) / (2 * len(offsets))
 
 
 def machine_of(case: Case, measured: dict[str, Any]) -> Machine:
@@ -252,53 +234,78 @@ def machine_of(case: Case, measured: dict[str, Any]) -> Machine:
         read_bytes_per_s=case.read_mb * 1e6,
         write_bytes_per_s=case.write_mb * 1e6,
         mixed_bytes_per_s=(case.read_mb + case.write_mb) * 1e6,
+        latency_s=measured["latency_s"],
     )
-    share = measured["share"]
     return Machine(
         name="here",
         device=Device(
             name="CPU",
             memory_bytes=None,
-            flops_per_s={name: rate * share for name, rate in measured["flops"].items()},
-            memory_bytes_per_s=measured["memory"] * share,
+            flops_per_s=measured["flops_per_s"],
+            memory_bytes_per_s=measured["ram_bytes_per_s"],
         ),
         ram_bytes=64 * GIB,
-        ram_bytes_per_s=measured["memory"],
+        ram_bytes_per_s=measured["ram_bytes_per_s"],
         drives=(drive,),
         update_params_per_s=measured["updates"],
-        unit_s=1e-3,
+        unit_s=measured["unit_s"],
+        fresh_bytes_per_s=measured["fresh_bytes_per_s"],
         measured=True,
     )
 
 
-def plan(case: Case, measured: dict[str, Any]) -> Answer:
-    """Ask the planner."""
+def plan(case: Case, measured: dict[str, Any], works: list[ModelWork]) -> Answer:
+    """Ask the planner.
+
+    Args:
+        case: The run.
+        measured: The rates of this machine.
+        works: What units took, measured before and after the run.
+    """
+    before, after = (work.units for work in works)
+    units = tuple(
+        dataclasses.replace(
+            a,
+            forward_s=(a.forward_s + b.forward_s) / 2,
+            backward_s=(a.backward_s + b.backward_s) / 2,
+        )
+        for a, b in zip(before, after, strict=True)
+    )
+    work = dataclasses.replace(works[0], units=units)
+    return answer(model_of(case), settings(case), machine_of(case, measured), lambda _: work)
+
+
+def model_of(case: Case) -> Model:
+    """Return the model of a run, on meta."""
     with torch.device("meta"):
-        model = Model.of(case.shape, make_model(case.shape))
-    machine = machine_of(case, measured)
-    return answer(model, settings(case), machine, worker_for(model, on_host=True))
+        return Model.of(case.shape, make_model(case.shape))
+
+
+def time_units(case: Case) -> ModelWork:
+    """Run units of a model in memory."""
+    model, training = model_of(case), settings(case)
+    return timed(model, worker_for(model, on_host=True)(training), training)
 
 
 def measure_machine(directory: str | None) -> dict[str, Any]:
     """Measure what the planner is told of this machine."""
-    flops, memory = rates()
-    measured: dict[str, Any] = {"flops": flops, "memory": memory, "share": 1.0, "updates": {}}
-    case = Case(shape="27M", ram_gb=2.0)
-    work = plan(case, measured).work
-    assert work is not None
-    device = machine_of(case, measured).device
-    works = [*work.units, work.outside]
-    told = sum(
-        device.seconds(
-            w.flops + w.backward_flops, w.moved_bytes + w.backward_moved_bytes, 0, "float32"
-        )
-        for w in works
-    )
-    measured["share"] = told / computing_s(case.shape, settings(case))
+    case = Case(shape=CALIBRATION, ram_gb=0.08)
+    with Progress(disable=True) as progress:
+        flops = measure_flops(progress)
+    rows = torch.randn(1 << 24)
+    measured: dict[str, Any] = {
+        "flops_per_s": dict(flops),
+        "ram_bytes_per_s": 2 * rows.nbytes / median_s(functools.partial(rows.add_, 1.0)),
+        "fresh_bytes_per_s": measure_fresh(),
+        "latency_s": latency_s(case, directory),
+        "updates": {},
+    }
+    num_params = model_of(case).num_params
     for form in (False, "lossless", True):
         name = {False: "raw", True: "dynamic"}.get(form, form)
-        took = run_apart(dataclasses.replace(case, form=form, ram_gb=0.1), directory)
-        measured["updates"][name] = took["update_params_per_s"]
+        took = run_apart(dataclasses.replace(case, form=form), directory)
+        measured["updates"][name] = num_params / took["update_s"]
+        measured["unit_s"] = took["paging_s"] / (2 * len(model_of(case).units))
     return measured
 
 
@@ -308,19 +315,31 @@ def main() -> None:
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--directory", default=None, help="where pages lie")
     parser.add_argument("--cases", type=int, nargs="+", help="numbers of the runs (default: all)")
+    parser.add_argument(
+        "--measured",
+        type=Path,
+        default=Path("measured.json"),
+        help="rates of this machine, measured where the file does not exist",
+    )
     parser.add_argument("--json", default=None, help="write the figures to this file")
     arguments = parser.parse_args()
     if arguments.one:
         given = json.loads(arguments.one)
         print(json.dumps(run(Case(**given["case"]), given["directory"])))
         return
-    measured = measure_machine(arguments.directory)
+    measured = json.loads(arguments.measured.read_text()) if arguments.measured.exists() else None
+    if measured is None:
+        measured = measure_machine(arguments.directory)
+        arguments.measured.write_text(json.dumps(measured))
     print(json.dumps(measured))
     print("plan and run: GiB counted, GiB of the process, s/step, MB read, MB written; s by sweeps")
     rows = []
     for number in arguments.cases or range(len(CASES)):
         case = CASES[number]
-        planned, took = plan(case, measured), run_apart(case, arguments.directory)
+        before = time_units(case)
+        took = run_apart(case, arguments.directory)
+        works = [before, time_units(case)]
+        planned = plan(case, measured, works)
         assert planned.tiers is not None, planned.lacks
         assert planned.time is not None, planned.lacks
         process = took["base_bytes"] + planned.tiers.ram_peak_bytes + planned.tiers.ram_beside_bytes
@@ -329,20 +348,24 @@ def main() -> None:
             (planned.tiers.ram_peak_bytes / GIB, took["ram_peak_bytes"] / GIB),
             (process / GIB, took["process_bytes"] / GIB),
             (played.step_s, took["step_s"]),
-            (played.read_bytes / 1e6, took["read_bytes"] / 1e6),
-            (played.written_bytes / 1e6, took["written_bytes"] / 1e6),
+            (played.read_bytes / 1e6, took["bytes_read"] / 1e6),
+            (played.written_bytes / 1e6, took["bytes_written"] / 1e6),
             (planned.time.seconds, took["step_s"]),
         ]
         words = f"{case.shape} {case.ram_gb:g} GiB, {case.micros}x{case.batch_size}x"
         words += f"{case.sequence_length}, {case.form}, {case.read_mb:g}/{case.write_mb:g} MB/s"
         words += " unit by unit" * case.layer_major + " clipped" * case.clips
         words += " bf16" * (case.precision != "32-true")
+        words += " checkpoint" * (case.durability != "step")
         shown = "  ".join(f"{a:8.3f} {b:8.3f} {a / b - 1:+6.1%}" for a, b in pairs)
         waits = planned.time.bottleneck
         print(f"{number:2} {words:62} {shown} {waits}", flush=True)
-        rows.append({"case": words, "pairs": pairs, "waits_for": waits})
-    if arguments.json:
-        Path(arguments.json).write_text(json.dumps({"measured": measured, "rows": rows}, indent=1))
+        parts = {"busy_s": played.busy_s, "stall_s": played.stall_s, "run": took}
+        parts["units"] = [[(w.forward_s, w.backward_s) for w in work.units] for work in works]
+        rows.append({"number": number, "case": words, "pairs": pairs, "waits_for": waits, **parts})
+        if arguments.json:
+            data = {"measured": measured, "rows": rows}
+            Path(arguments.json).write_text(json.dumps(data, indent=1))
 
 
 if __name__ == "__main__":

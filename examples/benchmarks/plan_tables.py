@@ -12,7 +12,14 @@ from mt_lightning.engine.options import Options
 from mt_lightning.planning.advice import Adviser
 from mt_lightning.planning.costs import Prices, costs_of
 from mt_lightning.planning.footprint import footprint
-from mt_lightning.planning.machines import GIB, Drive, changed, find_machine, parse_drives
+from mt_lightning.planning.machines import (
+    GIB,
+    Drive,
+    Machine,
+    changed,
+    find_machine,
+    parse_drives,
+)
 from mt_lightning.planning.planner import Answer, answer
 from mt_lightning.planning.simulation import simulate
 from mt_lightning.planning.tiers import Model
@@ -72,6 +79,39 @@ def hundred() -> None:
             )
 
 
+def machine_for(size: str) -> Machine:
+    """Return an H200 with four PCIe 5 drives, larger where a model does not fit it."""
+    machine = find_machine("h200")
+    if size == "1T-A32B":
+        machine = changed(machine, device_memory_bytes=288 * GIB, drives=parse_drives("8xgen5"))
+    return machine
+
+
+def sizes() -> None:
+    """Print the smallest batch of each model with which an H200 computes nearly all the time."""
+    print("\n| on an H200, packed | RAM GiB | disk GiB | tokens per step | s/step | busy, played |")
+    for size in SIZES:
+        model = find_model(size)
+        adviser = Adviser(model, machine_for(size), worker_for(model))
+        training = Training(
+            sequence_length=2048,
+            accumulate_grad_batches=2,
+            options=Options(optimizer_compression=True, layer_major=True, max_ram_gb=128),
+        )
+        even = adviser.break_even(training, 0.97)
+        if even is None or even.time is None or even.tiers is None:
+            print(f"| {size} | none |", flush=True)
+            continue
+        played = simulate(even, num_steps=1)
+        days = costs_of(even, Prices(tokens=1e9)).days
+        print(
+            f"| {size} | {gib(even.tiers.ram_peak_bytes)} | {even.tiers.disk_bytes / GIB:,.0f} | "
+            f"{even.time.tokens:,} | {even.time.seconds:,.1f} | {played.compute_share:.0%} | "
+            f"{even.time.tokens / played.step_s:,.0f} tokens/s | {days:,.1f} days for 1e9 tokens",
+            flush=True,
+        )
+
+
 def least_ram() -> None:
     """Print the least RAM with which 100B on an H200 is bound by computing."""
     model = find_model("100B")
@@ -99,10 +139,7 @@ def orders() -> None:
     for size in SIZES:
         model = find_model(size)
         worker = worker_for(model)
-        machine = find_machine("h200")
-        if size == "1T-A32B":
-            machine = changed(machine, device_memory_bytes=288 * GIB, drives=parse_drives("8xgen5"))
-        cells = []
+        machine, cells = machine_for(size), []
         for form, order, overlaps in (
             (True, True, True),
             (False, True, True),
@@ -149,6 +186,7 @@ def published() -> None:
 
 if __name__ == "__main__":
     footprints()
+    sizes()
     hundred()
     least_ram()
     orders()

@@ -73,6 +73,7 @@ def machine_here(
         ),
         update_params_per_s=dict(profile.update_params_per_s),
         unit_s=_UNIT_S,
+        fresh_bytes_per_s=profile.fresh_bytes_per_s,
         measured=True,
     )
 

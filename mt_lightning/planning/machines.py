@@ -31,6 +31,7 @@ class Drive:
         endurance_bytes: What may be written in its life; None where nobody says.
         price: What it costs, in any currency; None where it does not matter.
         source: Where the numbers are from.
+        latency_s: What a request of a block takes beside its bytes; others go on meanwhile.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Drive:
     endurance_bytes: float | None = None
     price: float | None = None
     source: str = ""
+    latency_s: float = 1e-4
 
     def __post_init__(self) -> None:
         _check_positive("a drive's", self)
@@ -100,6 +102,8 @@ class Machine:
             was measured.
         host_watts: What the host and its drives draw beside the device.
         unit_s: What the kit costs for each unit that is entered.
+        fresh_bytes_per_s: Memory that a thread touches for the first time in a second; None where
+            that costs nothing.
         measured: Whether rates were measured on this machine.
     """
 
@@ -111,6 +115,7 @@ class Machine:
     update_params_per_s: dict[str, float] = field(default_factory=dict)
     host_watts: float = 150.0
     unit_s: float = 0.0
+    fresh_bytes_per_s: float | None = None
     measured: bool = False
 
     def __post_init__(self) -> None:
@@ -145,7 +150,7 @@ def _check_positive(whose: str, item: Any) -> None:
     for each in fields(item):
         value = getattr(item, each.name)
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        may_be_zero = each.name in ("host_watts", "unit_s", "price")
+        may_be_zero = each.name in ("host_watts", "unit_s", "price", "latency_s")
         if number and not (value > 0 or (may_be_zero and value == 0)):
             raise ConfigError(
                 f"{whose} {each.name} is {value:g}: it must be above 0. Give a positive number."

@@ -23,7 +23,7 @@ from mt_lightning.tiers.filesystem import existing_parent
 from mt_lightning.tiers.pagefile import storage_error, write_whole
 
 FORMAT = "mt_lightning machine profile"
-VERSION = 1
+VERSION = 2
 _MOST_BYTES = 1 << 20
 """A larger file is no profile."""
 _GIB = 1 << 30
@@ -117,6 +117,8 @@ class MachineProfile:
             dtype ("float32", "bfloat16").
         update_params_per_s: Parameters that AdamW updates in a second, by the form of its state
             ("raw", "lossless", "dynamic", or the name of a format).
+        fresh_bytes_per_s: Memory that a thread touches for the first time in a second, page by
+            page. None where it was not measured.
         drives: The drives.
     """
 
@@ -126,13 +128,15 @@ class MachineProfile:
     memory_bytes_per_s: float | None = None
     flops_per_s: Mapping[str, float] = field(default_factory=dict)
     update_params_per_s: Mapping[str, float] = field(default_factory=dict)
+    fresh_bytes_per_s: float | None = None
     drives: tuple[DriveRates, ...] = ()
 
     def __post_init__(self) -> None:
         _check_text("measured_at", self.measured_at)
         _check_count("num_threads", self.num_threads)
-        if self.memory_bytes_per_s is not None:
-            _check_rate("memory_bytes_per_s", self.memory_bytes_per_s)
+        for name in ("memory_bytes_per_s", "fresh_bytes_per_s"):
+            if getattr(self, name) is not None:
+                _check_rate(name, getattr(self, name))
         for name in ("flops_per_s", "update_params_per_s"):
             for key, rate in getattr(self, name).items():
                 _check_rate(f"{name} of {key!r}", rate)

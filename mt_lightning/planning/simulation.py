@@ -16,7 +16,7 @@ from typing import Any, cast
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.worker import UpdateWorker
-from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.budget import Budget
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.predictor import BACKWARD, FORWARD
 from mt_lightning.pager.read_ahead import ReadAhead
@@ -38,6 +38,7 @@ from mt_lightning.planning.virtual import (
     VirtualStore,
     VirtualTicket,
 )
+from mt_lightning.planning.virtual_units import VirtualUnits
 from mt_lightning.planning.virtual_updates import MOST_PIECES, VirtualUpdates
 from mt_lightning.tiers.ledger import Ledger
 from mt_lightning.tiers.watch import Watch
@@ -151,14 +152,20 @@ class _Run:
         micros = self.training.accumulate_grad_batches
         self.times = micros if runs_layer_major(self.plan) else 1
         self.sweeps = micros // self.times
-        self.kept = found.tiers.kept_graphs
         self.updates = VirtualUpdates(
             self.clock, self.io, self.worker, self.pool, self.plan, self.training, self.machine,
             overlaps=overlaps,
         )  # fmt: skip
         self.due, self.grads = self.updates.due, self.updates.grads
-        self.held: dict[int, list[Reservation]] = {}
-        self.spilled_inputs = self._spilled_inputs()
+        self.eager = False
+        """Whether the backward that runs hands its gradients to updates."""
+        self.begun = False
+        """Whether a step's commit waits for the next backward."""
+        self.units = VirtualUnits(
+            self.clock, self.io, self.pool, self.plan, self.build, self.work, self.training,
+            self.machine, times=self.times, kept=found.tiers.kept_graphs, up=self.up,
+            down=self.down,
+        )  # fmt: skip
         self._fixed()
 
     def _fixed(self) -> None:
@@ -189,18 +196,6 @@ class _Run:
                 break
             staying.add(unit.index)
         return staying
-
-    def _spilled_inputs(self) -> set[int]:
-        """Return the units whose inputs go to disk: those that backward needs last go first."""
-        room = self.plan.inputs_bytes
-        sizes = [self.times * w.input_bytes for w in self.work.units]
-        left, gone = sum(sizes), set()
-        for unit, nbytes in enumerate(sizes):
-            if left <= room:
-                break
-            gone.add(unit)
-            left -= nbytes
-        return gone
 
     def mark(self) -> dict[str, float]:
         """Return all counters."""
@@ -234,39 +229,56 @@ class _Run:
             self._forward()
             self._backward(eager=last and not waits)
         if waits:
-            self.worker.drain()
+            self._clip()
             for unit in self.build.units:
                 self.due.update(dict.fromkeys(unit.pages))
             for page in self.build.table:
                 if page.layout.optimizer is None:
                     self.due.pop(page.index, None)
         self.worker.drain_commits()
-        if not waits:
-            self.worker.submit(lambda: None, None, lambda: None)
+        if waits:
+            self.begun = True
+        else:
+            self._commit()
         self.on_device.clear()  # updated on the host, or about to be
         self.uploads.clear()
         self.ahead.predictor.end_of_step()
 
+    def _commit(self) -> None:
+        self.begun = False
+        self.worker.submit(lambda: None, None, lambda: None)
+
+    def _clip(self) -> None:
+        """As `Steps.clip_norm`: what is in RAM is measured by the thread that trains."""
+        if not self.training.clips_norm:
+            return
+        with self._stalling("update"):
+            self.worker.drain()
+        held = sum(self.build.table[index].layout.grad_bytes for index in self.grads)
+        self.units.spend("norms", held / self.machine.ram_bytes_per_s)
+
     def _forward(self) -> None:
         for index, unit in enumerate(self.build.units):
             self._enter(unit, backward=False)
-            self._compute(index, unit, backward=False)
-            self._take_inputs(index)
+            self.units.forward(index)
             self._leave(unit)
-        self._outside(backward=False)
+        self.units.outside(backward=False)
 
     def _backward(self, *, eager: bool) -> None:
-        self._outside(backward=True)
+        self.eager = eager
+        self.units.outside(backward=True)
         for index in list(self.due):
             self.updates.update(self.build.table[index])
+        if self.begun:
+            self._commit()
         before: Unit | None = None
         for index in reversed(range(len(self.build.units))):
             unit = self.build.units[index]
             if before is not None:
                 self._end(before, eager)
+            adds = any(page in self.grads for page in unit.pages)
             self._enter(unit, backward=True)
-            self._return_inputs(index)
-            self._compute(index, unit, backward=True)
+            self.units.backward(index, adds=adds)
             before = unit
         assert before is not None
         self._end(before, eager)
@@ -274,8 +286,7 @@ class _Run:
     def _end(self, unit: Unit, eager: bool) -> None:
         """Let go of a unit after its backward, and hand its gradients on."""
         self._leave(unit)
-        for held in self.held.pop(unit.index, ()):
-            held.free()
+        self.units.end(unit.index)
         for index in unit.pages:
             page = self.build.table[index]
             if page.layout.optimizer is None or page.layout.units[0] != unit.name:
@@ -292,6 +303,8 @@ class _Run:
         table = self.build.table
         self.ahead.observe(unit.index, BACKWARD if backward else FORWARD)
         pages = [table[index] for index in unit.pages]
+        if backward and self.eager:
+            self.updates.coming(pages)
         with self._stalling("update"):
             for page in pages:
                 if page.index in self.due:
@@ -334,8 +347,7 @@ class _Run:
             absent = self.pool.entry(page) is None
             if absent and not self.ahead.lets(index, self.pool.unused_bytes):
                 break
-            if index in self.due and self.worker.has_room:
-                self.updates.update(page)
+            self.updates.ahead_of_use(page)
             entry = self.pool.prefetch(page)
             if entry is None:
                 break
@@ -358,43 +370,3 @@ class _Run:
             entry = self.pool.entry(self.build.table[index])
             assert entry is not None
             self.pool.release(entry)
-
-    # -- what units compute and receive -----------------------------------------------------------
-
-    def _compute(self, index: int, unit: Unit, *, backward: bool) -> None:
-        work, device, dtype = self.work.units[index], self.machine.device, self.training.dtype
-        forward_s = device.seconds(work.flops, work.moved_bytes, work.num_ops, dtype)
-        seconds = forward_s
-        if backward:
-            seconds = device.seconds(
-                work.backward_flops, work.backward_moved_bytes, work.backward_num_ops, dtype
-            )
-            seconds += forward_s * (index not in self.kept)
-        name = f"{'backward' if backward else 'forward'} of {unit.name}"
-        self.clock.spend(COMPUTE, name, self.times * seconds + self.machine.unit_s)
-
-    def _outside(self, *, backward: bool) -> None:
-        work, device, dtype = self.work.outside, self.machine.device, self.training.dtype
-        forward_s = device.seconds(work.flops, work.moved_bytes, work.num_ops, dtype)
-        seconds = 2 * forward_s if backward else forward_s  # as it is estimated
-        self.clock.spend(COMPUTE, "outside of units", self.times * seconds)
-
-    def _take_inputs(self, index: int) -> None:
-        work = self.work.units[index]
-        nbytes = self.times * work.input_bytes
-        held = self.held.setdefault(index, [])
-        if not self.machine.on_host and nbytes:
-            self.down.move(nbytes, "inputs")
-        if index in self.spilled_inputs:
-            self.io.move(WRITE, nbytes, "inputs")
-        elif nbytes:
-            held.append(self.pool.reserve(nbytes, "inputs", "the inputs of units"))
-        if index in self.kept and self.machine.on_host and work.saved_bytes:
-            held.append(self.pool.reserve(self.times * work.saved_bytes, "graphs", "graphs"))
-
-    def _return_inputs(self, index: int) -> None:
-        nbytes = self.times * self.work.units[index].input_bytes
-        if index in self.spilled_inputs:
-            self.io.move(READ, nbytes, "inputs").wait()
-        if not self.machine.on_host and nbytes:
-            self.up.move(nbytes, "inputs")

@@ -22,6 +22,8 @@ from mt_lightning.planning.work import ModelWork, Work
 
 _UPDATE_BYTES = 12
 """Of weight and gradient, moved through memory for each parameter that is updated."""
+_SUM_MOVES = 3
+"""Bytes moved to add one: two are read, one is written."""
 _CODED_PARAMS_PER_S = 0.19e9
 """Parameters whose lossless state a thread decodes, updates and encodes in a second, measured."""
 _CODING_THREADS = 1
@@ -127,26 +129,22 @@ def time_of_step(
     device, dtype = machine.device, training.dtype
     overhead = machine.unit_s * len(build.units)
 
-    def compute(pick: str, units: list[Work]) -> float:
-        back = "backward_" if pick == "backward" else ""
-        return per_sweep * sum(
-            device.seconds(
-                getattr(w, f"{back}flops"),
-                getattr(w, f"{back}moved_bytes"),
-                getattr(w, f"{back}num_ops"),
-                dtype,
-            )
-            for w in units
-        )
+    def compute(units: list[Work], *, backward: bool = False) -> float:
+        return per_sweep * sum(w.seconds(device, dtype, backward=backward) for w in units)
 
     everything = [*work.units, work.outside]
     again = [w for i, w in enumerate(work.units) if i not in tiers.kept_graphs]
-    forward_s = compute("forward", everything) + overhead
-    backward_s = compute("backward", everything) + compute("forward", again) + overhead
+    forward_s = compute(everything) + overhead
+    backward_s = compute(everything, backward=True) + compute(again) + overhead
+    grads = sum(page.layout.grad_bytes for page in build.table)
+    backward_s += fresh_seconds(
+        per_sweep * grads + sum(w.live_bytes for w in work.units), plan, machine
+    )
+    # Of all micro-batches of a step the first one's gradients are added to nothing.
+    backward_s += summed_seconds((micros - 1) / num_sweeps * grads, machine)
 
     inputs = per_sweep * sum(w.input_bytes for w in work.units)
     spilled_inputs = tiers.disk.get("inputs of units", 0)
-    grads = sum(page.layout.grad_bytes for page in build.table)
     # What stays on the device is old once it has been updated on the host: the first forward of a
     # step brings all weights up, the sweeps after it what does not stay.
     weights = 0 if machine.on_host else plan.weight_bytes
@@ -226,6 +224,22 @@ def time_of_step(
         micros * work.flops,
         training.tokens_per_step,
     )
+
+
+def fresh_seconds(nbytes: float, plan: Plan, machine: Machine) -> float:
+    """Return how long it takes to touch memory anew that was given back to the kernel.
+
+    Where weights come and go, each that comes takes the room that freed gradients and activations
+    have in the heap.
+    """
+    if plan.sweep_bytes and machine.on_host and machine.fresh_bytes_per_s is not None:
+        return nbytes / machine.fresh_bytes_per_s
+    return 0.0
+
+
+def summed_seconds(nbytes: float, machine: Machine) -> float:
+    """Return how long a CPU adds gradients of so many bytes to those of earlier micro-batches."""
+    return _SUM_MOVES * nbytes / machine.ram_bytes_per_s if machine.on_host else 0.0
 
 
 def cached_on_device(tiers: Tiers) -> int:

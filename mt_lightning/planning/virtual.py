@@ -16,6 +16,7 @@ from typing import Any
 
 from greenlet import greenlet
 
+from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.planning.machines import Machine
 
 READ, WRITE, UP, DOWN = "read", "write", "link up", "link down"
@@ -124,6 +125,7 @@ class VirtualIO:
         self._queues: dict[str, deque[VirtualTicket]] = {READ: deque(), WRITE: deque()}
         self._idle = dict.fromkeys(self._queues, num_threads)
         self._free_at = {READ: 0.0, WRITE: 0.0}
+        self._latency_s = max((drive.latency_s for drive in machine.drives), default=0.0)
         self._shared = any(drive.mixed_bytes_per_s is None for drive in machine.drives)
         self.bytes = {READ: 0.0, WRITE: 0.0}
 
@@ -166,7 +168,8 @@ class VirtualIO:
             if self._shared:
                 self._free_at = dict.fromkeys(self._free_at, end)
             clock.note(channel, ticket.name, begin, end)
-            clock.at(end, lambda t=ticket, n=nbytes: self._end(t, n))
+            done = end + self._latency_s * nbytes / BLOCK_BYTES
+            clock.at(done, lambda t=ticket, n=nbytes: self._end(t, n))
 
     def _seconds(self, channel: str, nbytes: float) -> float:
         one = (nbytes, 0.0) if channel == READ else (0.0, nbytes)

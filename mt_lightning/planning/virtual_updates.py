@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from mt_lightning.engine.plan import Plan
@@ -24,6 +24,9 @@ from mt_lightning.planning.virtual import (
 )
 
 _CODED_SHARE = 27 / 32
+_SUM_MOVES, _SPILL_MOVES, _CLIP_MOVES = 3, 5, 2
+"""Bytes moved through memory for each of a gradient: to add what is on disk; to clear a frame, copy
+into it, and take norms and finiteness; to scale it."""
 MOST_PIECES = 64
 """Chunks of a page that are told apart; more of them are moved together."""
 
@@ -66,12 +69,50 @@ class VirtualUpdates:
         self._lazy = plan.durability == "checkpoint"
         self._on_disk: set[int] = set()
         self._stepped: set[int] = set()
-        # A coded chunk passes through one frame while it is read, and another while it is written.
-        num_frames = plan.num_streams - 1 if plan.num_streams else max(1, plan.num_ring)
+        num_frames = plan.num_streams or max(1, plan.num_ring)
         self._ring = Ring(cast("Any", [VirtualFrame(0) for _ in range(num_frames)]))
         self.due: dict[int, None] = {}
         self.grads: dict[int, Reservation] = {}
         self.landed: dict[int, VirtualTicket] = {}
+        self._coming: Page | None = None
+        self._preloaded: tuple[Page, Any, VirtualTicket] | None = None
+
+    def coming(self, pages: Sequence[Page]) -> None:
+        """As `Steps.submit_ready`: the state of pages that backward enters begins to be read."""
+        for page in pages:
+            if page.layout.optimizer is not None and len(page.layout.units) == 1:
+                self._coming = page
+                self._worker.hint(self._preload)
+
+    def _preload(self) -> None:
+        page = self._coming
+        reads_ahead = max(self._plan.num_ring, self._plan.num_streams) > 2
+        if page is None or page.index not in self._stepped or not reads_ahead:
+            return
+        if self._preloaded is not None:
+            return
+        frame = self._ring.acquire(wait=False)
+        if frame is not None:
+            self._coming = None
+            read = self._io.move(READ, self._pieces(page)[0][0], page.state.key)
+            self._preloaded = page, frame, read
+
+    def _take_preloaded(self, page: Page) -> tuple[Any, VirtualTicket] | None:
+        if self._coming is page:
+            self._coming = None
+        if self._preloaded is None or self._preloaded[0] is not page:
+            return None
+        _, frame, read = self._preloaded
+        self._preloaded = None
+        return frame, read
+
+    def ahead_of_use(self, page: Page) -> None:
+        """As `Steps.ahead_of_use`: begin an update early if its weights are had without a wait."""
+        due = page.index in self.due and self._worker.has_room
+        entry = self._pool.prefetch(page) if due else None
+        if entry is not None:
+            self._pool.release(entry)
+            self.update(page)
 
     def update(self, page: Page) -> None:
         """Submit the update of a page."""
@@ -85,10 +126,16 @@ class VirtualUpdates:
         again = page.index in self._on_disk
         self._on_disk.add(page.index)
 
+        pieces = self._pieces(page)
+
         def run() -> None:
-            if again:
-                self._io.move(READ, page.layout.nbytes, "gradients").wait()
-            self._io.move(WRITE, page.layout.nbytes, "gradients").wait()
+            # One range after the other, as `Spiller` moves them through its frame.
+            part = page.layout.nbytes / len(pieces)
+            for channel in (READ, WRITE) if again else (WRITE,):
+                for _ in pieces:
+                    self._io.move(channel, part, "gradients").wait()
+            moves = _SUM_MOVES * again + _SPILL_MOVES
+            self._clock.spend(UPDATE, "spill", moves * self._ram_seconds(page))
 
         self._submit(page, run, None)
 
@@ -120,7 +167,9 @@ class VirtualUpdates:
         self._on_disk.discard(page.index)
         self._stepped.add(page.index)
         seconds = update_seconds(page, self._training, self._machine) / len(pieces)
-        ahead: tuple[Any, VirtualTicket] | None = None
+        if self._training.clips_norm:
+            seconds += _CLIP_MOVES * self._ram_seconds(page) / len(pieces)
+        ahead = self._take_preloaded(page)
         written = []
         for number, (_, write) in enumerate(pieces):
             frame, ticket = ahead or self._load(reads[number], wait=True)
@@ -138,10 +187,14 @@ class VirtualUpdates:
             if not self._plan.keeps_weights:
                 part = page.layout.nbytes / len(pieces)
                 written.append(self._io.move(WRITE, part, page.weight.key))
+        self._preload()
         if self._plan.keeps_weights:
             entry.dirty = True
         for ticket in written:
             ticket.wait()
+
+    def _ram_seconds(self, page: Page) -> float:
+        return page.layout.grad_bytes / self._machine.ram_bytes_per_s
 
     def _load(self, nbytes: float, *, wait: bool) -> tuple[Any, VirtualTicket]:
         frame = self._ring.acquire(wait=wait)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from mt_lightning.engine.units import Unit
 from mt_lightning.planning.counting import Counter, Fakes
+from mt_lightning.planning.machines import Device
 
 _LOSS_COPIES = 3
 """Of a chunk of logits that exist at once."""
@@ -43,6 +44,8 @@ class Work:
             batch.
         live_bytes: What exists at once inside the unit, at most, beside its weights: what it saves,
             its results and their gradients.
+        forward_s: Seconds that forward took on this machine; 0 where it was not run.
+        backward_s: The same of backward.
     """
 
     flops: float = 0.0
@@ -54,6 +57,47 @@ class Work:
     saved_bytes: int = 0
     input_bytes: int = 0
     live_bytes: int = 0
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+
+    def seconds(self, device: Device, dtype: str, *, backward: bool = False) -> float:
+        """Return how long one execution takes: as it was measured, else by the device's rates.
+
+        Args:
+            device: Its rates.
+            dtype: Of matrix products.
+            backward: Whether backward is asked for, without running forward again.
+        """
+        if backward:
+            rest = self.backward_flops, self.backward_moved_bytes, self.backward_num_ops
+            return self.backward_s or device.seconds(*rest, dtype)
+        return self.forward_s or device.seconds(self.flops, self.moved_bytes, self.num_ops, dtype)
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor without its values."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One execution of each kind of unit, to be repeated with real tensors.
+
+    Attributes:
+        unit: Number of the unit.
+        args: What it received; tensors are `Like`.
+        kwargs: The same.
+        alike: Numbers of the units that do the same, itself among them.
+    """
+
+    unit: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    alike: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,12 +109,14 @@ class ModelWork:
         outside: What is computed outside of units, the loss among it.
         order: Numbers of the units as forward enters them.
         reason: Why it was estimated from the number of parameters; empty where it was counted.
+        samples: An execution of each kind of unit; of units that run once in a pass.
     """
 
     units: tuple[Work, ...]
     outside: Work
     order: tuple[int, ...]
     reason: str = ""
+    samples: tuple[Sample, ...] = ()
 
     @property
     def flops(self) -> float:
@@ -118,7 +164,8 @@ def count_work(
         backward_num_ops=2 * max(0, counter.num_ops - spy.num_ops),
     )
     assert inside
-    return ModelWork(tuple(w or Work() for w in spy.works), outside, tuple(spy.order))
+    works = tuple(w or Work() for w in spy.works)
+    return ModelWork(works, outside, tuple(spy.order), samples=spy.samples())
 
 
 def estimate_work(units: list[Unit], tokens: int, reason: str) -> ModelWork:
@@ -165,6 +212,8 @@ class _Spy:
         self.weights: dict[int, None] = {}
         self.storages: list[Any] = []
         self._known: dict[Any, tuple[Work, Any]] = {}
+        self._seen: dict[Any, tuple[Unit, Any, Any]] = {}
+        self._kinds: dict[int, list[Any]] = {}
         self._received: set[int] = set()
         self._kept: list[Any] = []
 
@@ -194,11 +243,13 @@ class _Spy:
             tuple((tuple(p.shape), p.dtype, p.requires_grad) for p in unit.module.parameters()),
             tuple((tuple(t.shape), t.dtype) for t in leaves),
         )
+        self._kinds.setdefault(unit.index, []).append(key)
         if key in self._known:
             work, shapes = self._known[key]
             out = tree_map(_again, shapes)
         else:
             before = (counter.flops, counter.moved_bytes, counter.num_ops)
+            self._seen[key] = unit, tree_map(_like, args), tree_map(_like, kwargs)
             work, out = self._count(unit, forward, counter, args, kwargs)
             self._known[key] = (work, tree_map(_without_history, out))
             self.flops += counter.flops - before[0]
@@ -210,6 +261,13 @@ class _Spy:
         else:
             self.works[unit.index] = _added(found, _with_input(work, fresh))
         return out
+
+    def samples(self) -> tuple[Sample, ...]:
+        """Return one execution of each kind of unit."""
+        return tuple(
+            Sample(unit.index, args, kwargs, tuple(i for i, k in self._kinds.items() if k == [key]))
+            for key, (unit, args, kwargs) in self._seen.items()
+        )
 
     def _count(
         self, unit: Unit, forward: Callable[..., Any], counter: Counter, args: Any, kwargs: Any
@@ -270,6 +328,12 @@ class _Watching:
     def __exit__(self, *_: object) -> None:
         for unit in self._units:
             del unit.module.forward
+
+
+def _like(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return Like(value.shape, value.dtype, value.requires_grad)
 
 
 def _as_leaf(value: Any) -> Any:

@@ -77,6 +77,7 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
         (["8B", "--machine", "h100", "--max-ram-gb", "-3"], "max_ram_gb=-3.0"),
         (["8B", "--machine", "h100", "--compression", "zip"], "optimizer_compression='zip'"),
         (["8B", "--machine", "h100", "--dir", "here"], "--dir goes with"),
+        (["8B", "--machine", "h100", "--time-units"], "--time-units runs units on this machine"),
         (["8B", "--machine", "custom"], "needs numbers"),
         (["8B", "--machine", "h100", "--units", "Nope"], "no module of class Nope"),
         (["8B", "--machine", "h100", "--tokens", "-1"], "tokens=-1"),

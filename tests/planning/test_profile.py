@@ -104,7 +104,7 @@ def test_a_missing_profile_says_how_to_make_one(tmp_path: Path) -> None:
     ("where", "value"),
     [
         (("format",), "another"),
-        (("version",), 2),
+        (("version",), 3),
         (("num_threads",), 0),
         (("num_threads",), True),
         (("num_threads",), None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SIDE = 1536
 """Rows and columns of the matrices: large enough that no more speed is to be had."""
 _NUM_ROUNDS = 5
+_FRESH_BYTES = 64 << 20
 _GIB = 1 << 30
 
 
@@ -53,6 +55,7 @@ def measure(
         memory_bytes_per_s=memory_bytes_per_s,
         flops_per_s=measure_flops(progress),
         update_params_per_s=updates,
+        fresh_bytes_per_s=measure_fresh(),
         drives=io.drive_rates([moved for drive in drives for moved in drive]),
     )
 
@@ -68,12 +71,33 @@ def measure_flops(progress: Progress) -> Mapping[str, float]:
         def product(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
             torch.mm(a, b, out=out)
 
-        rates[name] = 2 * _SIDE**3 / _median_s(product)
+        rates[name] = 2 * _SIDE**3 / median_s(product)
         progress.advance(task)
     return rates
 
 
-def _median_s(run: Callable[[], None]) -> float:
+def measure_fresh() -> float:
+    """Return bytes of memory that one thread touches for the first time in a second.
+
+    In small pages, as the heap of a process that has run for a while consists of.
+    """
+    fresh: list[float] = []
+    for _ in range(_NUM_ROUNDS):
+        mapping = mmap.mmap(-1, _FRESH_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        block = torch.frombuffer(mapping, dtype=torch.float32)
+        begin = time.perf_counter()
+        block.zero_()
+        middle = time.perf_counter()
+        block.zero_()
+        # What is left is what the kernel took.
+        fresh.append(2 * middle - begin - time.perf_counter())
+    return _FRESH_BYTES / max(statistics.median(fresh), 1e-9)
+
+
+def median_s(run: Callable[[], object]) -> float:
+    """Return the seconds that a call takes."""
     run()
     times = []
     for _ in range(_NUM_ROUNDS):
@@ -101,6 +125,8 @@ def profile_table(profile: MachineProfile, path: Path) -> Table:
         table.add_column(heading, justify="left" if heading == "what" else "right")
     if profile.memory_bytes_per_s is not None:
         table.add_row("memory", f"{profile.memory_bytes_per_s / 1e9:.1f} GB/s", end_section=True)
+    if profile.fresh_bytes_per_s is not None:
+        table.add_row("memory, first touch", f"{profile.fresh_bytes_per_s / 1e9:.1f} GB/s")
     for i, (dtype, rate) in enumerate(profile.flops_per_s.items(), 1):
         last = i == len(profile.flops_per_s)
         table.add_row(f"matrix product, {dtype}", f"{rate / 1e9:.0f} GFLOP/s", end_section=last)

@@ -68,6 +68,11 @@ def _add_machine(group: Any) -> None:
         "file of a profile (default: here)",
     )
     group.add_argument("--dir", nargs="+", default=[], help="with here: where pages would lie")
+    group.add_argument(
+        "--time-units",
+        action="store_true",
+        help="with here: run a unit of each kind in memory for the time it takes",
+    )
     group.add_argument("--ram-gb", type=float, help="RAM in GiB")
     group.add_argument("--device-gb", type=float, help="memory of the accelerator in GiB")
     group.add_argument("--tflops", type=float, help="what matrix products reach")
@@ -106,7 +111,7 @@ def run_plan(options: argparse.Namespace) -> int:
     )
     machine = find(options)
     model = find_model(options.model, None if options.units is None else tuple(options.units))
-    worker = worker_for(model, on_host=machine.on_host)
+    worker = worker_for(model, on_host=machine.on_host, times=options.time_units)
     found = answer(model, training, machine, worker)
     best = costs = None
     items, played = [], None

@@ -34,6 +34,11 @@ def find(options: argparse.Namespace) -> Machine:
     """
     if options.dir and options.machine != "here":
         raise ConfigError(f"--dir goes with --machine here, not with {options.machine!r}.")
+    if options.time_units and options.machine != "here":
+        raise ConfigError(
+            f"--time-units runs units on this machine, and --machine is {options.machine!r}. Leave "
+            "one of them out."
+        )
     machine = _base(options)
     gb = 1e9
     flops = _times(options.tflops, 1e12)

@@ -18,6 +18,7 @@ from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.skeleton import build_skeleton
 from mt_lightning.planning.planner import Worker
 from mt_lightning.planning.tiers import LOSS_CHUNK_BYTES, Model
+from mt_lightning.planning.timed import timed
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork, count_work, estimate_work
 
@@ -40,19 +41,21 @@ def find_model(name: str, units: tuple[str, ...] | None = None) -> Model:
     return Model.of(name, root, units)
 
 
-def worker_for(model: Model, *, on_host: bool = False) -> Worker:
+def worker_for(model: Model, *, on_host: bool = False, times: bool = False) -> Worker:
     """Return what counts the work of a model's micro-batches; each kind is counted once.
 
     Args:
         model: The model.
         on_host: Whether the host computes, which takes smaller chunks of the loss.
+        times: Whether a unit of each kind is run in memory, for the time it takes.
     """
     known: dict[tuple[int, int, str], ModelWork] = {}
 
     def work(training: Training) -> ModelWork:
         key = (training.batch_size, training.sequence_length, training.precision)
         if key not in known:
-            known[key] = _work(model, training, LOSS_CHUNK_BYTES[on_host])
+            counted = _work(model, training, LOSS_CHUNK_BYTES[on_host])
+            known[key] = timed(model, counted, training) if times else counted
         return known[key]
 
     return work

@@ -1,0 +1,128 @@
+"""Units in virtual time: what the thread that trains computes, and what it does for the kit.
+
+[Note: work beside the model's] Under a budget that does not hold everything, freed gradients go
+back to the kernel, and the next ones are touched for the first time again: page by page, each
+zeroed. Gradients of further micro-batches are added to those before them. Both are work of the
+thread that trains, and on a CPU they are not small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.plan import Plan
+from mt_lightning.pager.budget import Reservation
+from mt_lightning.pager.pool import WeightPool
+from mt_lightning.planning.machines import Machine
+from mt_lightning.planning.timing import COMPUTE, fresh_seconds, summed_seconds
+from mt_lightning.planning.training import Training
+from mt_lightning.planning.virtual import READ, WRITE, VirtualClock, VirtualIO, VirtualLink
+from mt_lightning.planning.work import ModelWork
+
+
+class VirtualUnits:
+    """Plays what units compute and receive.
+
+    Args:
+        clock: The clock.
+        io: The drives.
+        pool: Counts what inputs and graphs take.
+        plan: What stays in RAM.
+        build: The pages.
+        work: What units compute.
+        training: The settings.
+        machine: The rates.
+        times: Micro-batches that a unit runs for while it is there.
+        kept: Numbers of the units that need not run again in backward.
+        up: To the device.
+        down: From the device.
+    """
+
+    def __init__(
+        self,
+        clock: VirtualClock,
+        io: VirtualIO,
+        pool: WeightPool,
+        plan: Plan,
+        build: Build,
+        work: ModelWork,
+        training: Training,
+        machine: Machine,
+        *,
+        times: int,
+        kept: Set[int],
+        up: VirtualLink,
+        down: VirtualLink,
+    ) -> None:
+        self._clock, self._io, self._pool, self._plan = clock, io, pool, plan
+        self._build, self._work, self._training, self._machine = build, work, training, machine
+        self._times, self._kept, self._up, self._down = times, kept, up, down
+        self._held: dict[int, list[Reservation]] = {}
+        self._spilled_inputs = self._choose_spilled()
+
+    def _choose_spilled(self) -> set[int]:
+        """Return the units whose inputs go to disk: those that backward needs last go first."""
+        sizes = [self._times * w.input_bytes for w in self._work.units]
+        left, gone = sum(sizes), set()
+        for unit, nbytes in enumerate(sizes):
+            if left <= self._plan.inputs_bytes:
+                break
+            gone.add(unit)
+            left -= nbytes
+        return gone
+
+    def spend(self, name: str, seconds: float) -> None:
+        """Let the thread that trains compute."""
+        self._clock.spend(COMPUTE, name, seconds)
+
+    def forward(self, index: int) -> None:
+        """Play forward, and take what backward will need."""
+        work, name = self._work.units[index], self._build.units[index].name
+        seconds = work.seconds(self._machine.device, self._training.dtype)
+        self.spend(f"forward of {name}", self._times * seconds + self._machine.unit_s)
+        nbytes = self._times * work.input_bytes
+        held = self._held.setdefault(index, [])
+        if not self._machine.on_host and nbytes:
+            self._down.move(nbytes, "inputs")
+        if index in self._spilled_inputs:
+            self._io.move(WRITE, nbytes, "inputs")
+        elif nbytes:
+            held.append(self._pool.reserve(nbytes, "inputs", "the inputs of units"))
+        if index in self._kept and self._machine.on_host and work.saved_bytes:
+            saved = self._times * work.saved_bytes
+            held.append(self._pool.reserve(saved, "graphs", "graphs"))
+
+    def backward(self, index: int, *, adds: bool) -> None:
+        """Play backward.
+
+        Args:
+            index: Number of the unit.
+            adds: Whether gradients of earlier micro-batches are there to be added to.
+        """
+        work, unit = self._work.units[index], self._build.units[index]
+        device, dtype = self._machine.device, self._training.dtype
+        nbytes = self._times * work.input_bytes
+        if index in self._spilled_inputs:
+            self._io.move(READ, nbytes, "inputs").wait()
+        if not self._machine.on_host and nbytes:
+            self._up.move(nbytes, "inputs")
+        seconds = work.seconds(device, dtype, backward=True)
+        if index not in self._kept:
+            seconds += work.seconds(device, dtype)
+        grads = sum(self._build.table[i].layout.grad_bytes for i in unit.pages)
+        beside = fresh_seconds(self._times * grads + work.live_bytes, self._plan, self._machine)
+        beside += summed_seconds((self._times - (not adds)) * grads, self._machine)
+        total = self._times * seconds + self._machine.unit_s + beside
+        self.spend(f"backward of {unit.name}", total)
+
+    def outside(self, *, backward: bool) -> None:
+        """Play what is computed outside of units."""
+        device, dtype = self._machine.device, self._training.dtype
+        seconds = self._work.outside.seconds(device, dtype, backward=backward)
+        self.spend("outside of units", self._times * seconds)
+
+    def end(self, index: int) -> None:
+        """Let go of what a unit held for backward."""
+        for held in self._held.pop(index, ()):
+            held.free()

@@ -30,6 +30,7 @@ from mt_lightning.errors import ConfigError
 from mt_lightning.layer_major.choice import choose_order
 from mt_lightning.layer_major.evaluation import Evaluation
 from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.plugins.announcement import announce
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
 from mt_lightning.plugins.ending import end_asked
 from mt_lightning.plugins.guard import ClipGuard
@@ -241,8 +242,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 self.teardown()
                 self._close()
                 raise
-            why = reason or "not every step is committed"
-            log.info("updates are %s", "eager" if self._eager else f"deferred: {why}")
+            announce(trainer, engine, reason)
 
     def _open(self, model: pl.LightningModule, trainer: pl.Trainer) -> Engine:
         if self._engine is not None and self._engine.root is model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ from mt_lightning.callbacks.meter import StepMeter, StepRecord
 from mt_lightning.callbacks.situation import situation
 from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.plan import Plan
+from mt_lightning.planning.outlook import Outlook
+from mt_lightning.planning.timing import StepTime
+from mt_lightning.plugins.announcement import outlook_of
 from mt_lightning.strategy import MegaTrainStrategy
 
 log = logging.getLogger(__name__)
@@ -49,6 +53,11 @@ class RunCost:
     """Bytes that a step reads, as the engine predicts them."""
     expected_written_bytes: int
     """Bytes that a step writes, as the engine predicts them."""
+    planned_ram_bytes: int
+    """The most memory of paging, as the planner counts it."""
+    planned: StepTime | None
+    """The least time of a step by the profile of this machine; None where it was not measured, or
+    the batches hold no tokens."""
     advice: Advice
     """What bounds the speed, and what would move it."""
 
@@ -60,6 +69,7 @@ class PagingRecorder(Callback, ABC):
         self.records: list[StepRecord] = []
         self._engine: Engine | None = None
         self._meter: StepMeter | None = None
+        self._outlook: Outlook | None = None
         self._sampler = MemorySampler()
         self._bytes_before = (0, 0)
         self._has_told = False
@@ -89,6 +99,7 @@ class PagingRecorder(Callback, ABC):
         self.records = []
         stats = engine.stats
         self._bytes_before = (stats.bytes_read, stats.bytes_written)
+        self._outlook = outlook_of(trainer, engine)
         self._meter = StepMeter(lambda: engine.stats, trainer.global_step)
         self._sampler.start()
         self.on_begin(trainer, engine.plan)
@@ -143,6 +154,7 @@ class PagingRecorder(Callback, ABC):
         self._sampler.stop()
         if self.records:
             self.on_close(trainer, self._cost(trainer, engine))
+        self._outlook = None
 
     def _cost(self, trainer: Trainer, engine: Engine) -> RunCost:
         assert engine.plan is not None
@@ -157,6 +169,11 @@ class PagingRecorder(Callback, ABC):
         if num_steps >= _FEW_STEPS and steady:
             read_per_step = fmean(record.read_bytes for record in steady)
         expected_read, expected_written = engine.expected_bytes_per_step()
+        # What was open at the start, the order of batches, is known now.
+        assert self._outlook is not None
+        seen = dataclasses.replace(self._outlook, plan=engine.plan)
+        micros = seen.training.accumulate_grad_batches
+        tokens = round(fmean(record.num_tokens for record in later or self.records) / micros)
         return RunCost(
             plan=engine.plan,
             records=self.records,
@@ -169,6 +186,8 @@ class PagingRecorder(Callback, ABC):
             written_bytes_per_step=(stats.bytes_written - num_written) / num_steps,
             expected_read_bytes=expected_read,
             expected_written_bytes=expected_written,
+            planned_ram_bytes=seen.ram_bytes(tokens),
+            planned=seen.step(tokens) if tokens else None,
             advice=advise(later or self.records, situation(trainer, engine)),
         )
 

@@ -12,7 +12,7 @@ from statistics import median
 import torch
 
 from mt_lightning.callbacks.recorder import RunCost
-from mt_lightning.callbacks.tables import format_bytes, time_parts
+from mt_lightning.callbacks.tables import format_bytes, planned_time, time_parts
 
 _DAY_S = 86400
 _STYLE = """
@@ -127,10 +127,13 @@ def _card(value: str, name: str) -> str:
 
 
 def _against(cost: RunCost) -> list[tuple[str, str, str]]:
+    wall_s = sum(record.wall_s for record in cost.records) / len(cost.records)
+    planned = " ".join(planned_time(cost.planned)) if cost.planned is not None else ""
     return [
         (
             "peak memory of paging",
             format_bytes(cost.paging_peak_bytes),
+            f"{format_bytes(cost.planned_ram_bytes)}, "
             f"limit {format_bytes(cost.plan.ram_limit_bytes)}",
         ),
         ("peak memory of the process", format_bytes(cost.process_peak_bytes), ""),
@@ -144,6 +147,7 @@ def _against(cost: RunCost) -> list[tuple[str, str, str]]:
             format_bytes(cost.written_bytes_per_step),
             format_bytes(cost.expected_written_bytes),
         ),
+        ("time per step", f"{wall_s:.2f} s", planned),
     ]
 
 

@@ -11,6 +11,7 @@ from rich.text import Text
 from mt_lightning.callbacks.meter import StepRecord
 from mt_lightning.callbacks.recorder import RunCost
 from mt_lightning.engine.plan import Plan
+from mt_lightning.planning.timing import StepTime
 
 _TIME_ROWS = (
     ("compute", "compute_s", "code of the model"),
@@ -76,6 +77,7 @@ def cost_table(cost: RunCost) -> Table:
     table.add_row(
         "peak memory of paging",
         format_bytes(cost.paging_peak_bytes),
+        f"planned {format_bytes(cost.planned_ram_bytes)}, "
         f"limit {format_bytes(plan.ram_limit_bytes)}",
     )
     if cost.units_run:
@@ -104,6 +106,8 @@ def cost_table(cost: RunCost) -> Table:
     table.add_row("written per day", f"{per_day / 1e12:.2f} TB", "at this speed; drives wear by it")
     table.add_section()
     _add_time_rows(table, cost.records)
+    if cost.planned is not None:
+        table.add_row("time per step, planned", *planned_time(cost.planned), end_section=True)
     table.caption = Text(cost.advice.text)
     return table
 
@@ -112,6 +116,11 @@ def time_parts(records: Sequence[StepRecord]) -> list[tuple[str, str, float]]:
     """Return what the time of steps went to: a name, a note, and seconds of all steps."""
     sums = [(n, note, f, sum(getattr(r, f) for r in records)) for n, f, note in _TIME_ROWS]
     return [(n, note, s) for n, note, f, s in sums if s > 0 or f not in _RARE]
+
+
+def planned_time(planned: StepTime) -> tuple[str, str]:
+    """Return the planned time of a step, and what sets it."""
+    return f"{planned.seconds:.2f} s", f"at least, set by {planned.bottleneck}"
 
 
 def _add_input_rows(table: Table, records: Sequence[StepRecord]) -> float:

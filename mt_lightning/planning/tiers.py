@@ -166,7 +166,7 @@ def tiers_of(
     if not machine.on_host and saved:
         device["what units save"] = saved
     holds_grads = plan.schedule == "deferred" or training.accumulate_grad_batches > 1
-    ram = _ram(build, plan, inputs, saved * machine.on_host, holds_grads)
+    ram = ram_items(build, plan, inputs, saved * machine.on_host, holds_grads)
     files = sum(file_sizes(build.table, plan).values()) - plan.spilled_bytes
     spilled = max(0, inputs - plan.inputs_bytes)
     disk = {
@@ -226,8 +226,18 @@ def _kept(plan: Plan, work: ModelWork | None, room: int, micros: int) -> frozens
     return frozenset(chosen)
 
 
-def _ram(build: Build, plan: Plan, inputs: int, saved: int, holds_grads: bool) -> dict[str, int]:
-    """Split what the budget counts at the peak; what does not fit is on disk."""
+def ram_items(
+    build: Build, plan: Plan, inputs: int, saved: int, holds_grads: bool
+) -> dict[str, int]:
+    """Split what the budget counts at the peak; what does not fit is on disk.
+
+    Args:
+        build: The pages.
+        plan: What stays in RAM.
+        inputs: Bytes that units receive.
+        saved: Bytes of graphs that are kept until backward.
+        holds_grads: Whether gradients of the whole model exist at once.
+    """
     weights = sum(page.layout.nbytes for page in build.table)
     grads = sum(p.layout.grad_bytes for p in build.table if p.index not in plan.spilled)
     held = grads if holds_grads else 0

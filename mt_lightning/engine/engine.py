@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from mt_lightning.engine import birth, runtime
 from mt_lightning.engine.attached import Attached
@@ -26,7 +25,7 @@ from mt_lightning.engine.durability import wear_text
 from mt_lightning.engine.exchange import take_state
 from mt_lightning.engine.executor import Executor
 from mt_lightning.engine.facade import OptimizerFacade
-from mt_lightning.engine.hooks import attach_hooks
+from mt_lightning.engine.hooks import Removable, attach_hooks
 from mt_lightning.engine.importing import (
     create_files,
     file_sizes,
@@ -93,7 +92,7 @@ class Engine:
         self._live: Attached | None = None
         self._executors: list[Executor] = []
         self._facades: list[OptimizerFacade] = []
-        self._handles: list[RemovableHandle] = []
+        self._handles: list[Removable] = []
         self._unborn: dict[int, tuple[int, ...]] = {}
         self._last_norm: float | None = None
         self.num_lost = 0

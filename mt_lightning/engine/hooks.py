@@ -9,9 +9,12 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.merging import MergeGuard, guard_merges
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.ledger import PAGING
 from mt_lightning.tiers.spans import Span
+
+Removable = RemovableHandle | MergeGuard
 
 
 class Host(Protocol):
@@ -33,9 +36,9 @@ class Host(Protocol):
         """Keep what was written to them."""
 
 
-def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[RemovableHandle]:
+def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[Removable]:
     """Install every hook; the handles remove them."""
-    handles: list[RemovableHandle] = []
+    handles: list[Removable] = [*guard_merges(root)]
     place: dict[int, Page] = {}
     for page in build.table:
         for i, param in enumerate(build.members[page.index].params):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, TrainerState, TrainingArguments
 from mt_lightning.errors import ConfigError, StorageError
 from mt_lightning.export.shards import save_weights, size_bytes
 from mt_lightning.export.weights import TensorWeights
+from mt_lightning.huggingface.adapters import is_adapted, save_adapters
 from mt_lightning.huggingface.pretrained import save_model
 from mt_lightning.huggingface.streamed import streaming
 from mt_lightning.huggingface.trainer.flow import Flow
@@ -30,10 +31,14 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 def save_weights_of(model: nn.Module, processing_class: Any, directory: Path) -> None:
     """Write a model, and its tokenizer if there is one, for `from_pretrained`.
 
+    Of a model of PEFT the adapters are written, for `PeftModel.from_pretrained`.
+
     Raises:
         StorageError: Something cannot be written.
     """
-    if isinstance(model, PreTrainedModel):
+    if is_adapted(model):
+        save_adapters(model, directory)
+    elif isinstance(model, PreTrainedModel):
         save_model(model, directory)
     else:
         directory.mkdir(parents=True, exist_ok=True)
@@ -147,6 +152,10 @@ def checkpoint_to_resume(args: TrainingArguments, asked: str | bool | Path) -> P
 
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Let parameters show the weights of a checkpoint; they are mapped, not copied."""
+    if is_adapted(model):
+        adapted: Any = model
+        adapted.load_adapter(str(folder), adapted.active_adapter, is_trainable=True)
+        return
     if isinstance(model, PreTrainedModel):
         with streaming([str(folder.parent)]):
             loaded = type(model).from_pretrained(folder, dtype=model.dtype)

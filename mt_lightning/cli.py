@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mt_lightning.commands.bench import add_bench_parser, run_bench
+from mt_lightning.commands.data import show_data
 from mt_lightning.commands.doctor import diagnose
 from mt_lightning.commands.export import add_export_parser, run_export
 from mt_lightning.commands.finding import Status, findings_table
@@ -55,9 +56,9 @@ examples:
   megatrain train strategy.offload_dir=/mnt/nvme/run1 resume=true   go on after an interruption
   megatrain train strategy=auto                          plain Lightning, to compare
 
-groups: model (smollm2, tiny, hf), data (shakespeare, text), strategy (megatrain, auto),
-  optimizer (adamw, sgd, adafactor), trainer (default, smoke), callbacks (default, report, none),
-  logger (csv, none), experiment (tiny_sgd)
+groups: model (smollm2, tiny, hf), data (shakespeare, text, chat, completion, dataset),
+  strategy (megatrain, auto), optimizer (adamw, sgd, adafactor), trainer (default, smoke),
+  callbacks (default, report, none), logger (csv, none), experiment (tiny_sgd)
 
 Any argument of the chosen classes can be set. Hydra's flags work too:
   --cfg job        show the settings of the run and stop
@@ -69,6 +70,13 @@ _DEMO_HELP = """\
 The demo is `megatrain train` with its default settings; it takes the same overrides. The model is
 shown, not saved: add save_model=true to keep it.
 
+"""
+
+_DATA_HELP = """\
+It takes the overrides of `megatrain train`, of which those of data and the tokenizer matter:
+  megatrain data data.path=my.txt                             a text, in blocks
+  megatrain data data=chat data.path=talks.jsonl model=tiny   conversations, over bytes
+  megatrain data data=completion data.path=tasks.jsonl data.packing=true --row 3
 """
 
 
@@ -86,6 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if rest:
                 parser.error(f"{options.command} does not take {' '.join(rest)}")
             return _TOOLS[options.command](options)
+        if options.command == "data":
+            if rest:
+                parser.error(f"data does not take {' '.join(rest)}")
+            return _data(options.row, options.overrides)
         # Flags of Hydra and overrides may be mixed: take them all as they were written.
         return _train(options.command, given[given.index(options.command) + 1 :])
     except KeyboardInterrupt:
@@ -114,6 +126,15 @@ def _parser() -> argparse.ArgumentParser:
             description=summary,
         )
         command.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
+    data = commands.add_parser(
+        "data",
+        help="show what would be trained on: a decoded row, and counts",
+        epilog=_DATA_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        usage="megatrain data [--row N] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
+    )
+    data.add_argument("--row", type=int, default=0, help="which training row (default: 0)")
+    data.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
     doctor = commands.add_parser("doctor", help="check memory, drive, limits and versions")
     doctor.add_argument(
         "--dir", type=Path, default=Path(), help="where pages would lie (default: here)"
@@ -146,20 +167,32 @@ _TOOLS: dict[str, Callable[[argparse.Namespace], int]] = {
 
 def _train(command: str, arguments: Sequence[str]) -> int:
     defaults = ["save_model=false"] if command == "demo" else []
-    completed = [*defaults, *complete_arguments(arguments)]
+    _run(command, [*defaults, *complete_arguments(arguments)], train)
+    return 0
+
+
+def _data(row: int, arguments: Sequence[str]) -> int:
+    quiet = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=stdout"]
+    completed = [*complete_arguments(arguments), *quiet]
+    _run("data", completed, lambda settings, console: show_data(settings, console, row))
+    return 0
+
+
+def _run(
+    command: str, arguments: Sequence[str], work: Callable[[DictConfig, Console], Any]
+) -> None:
     failures: list[Exception] = []
 
-    def task(settings: DictConfig) -> float | None:
+    def task(settings: DictConfig) -> Any:
         try:
-            return train(settings, rich.get_console())
+            return work(settings, rich.get_console())
         except Exception as error:  # told to the caller: Hydra would print it in its own way
             failures.append(error)
             return None
 
-    _run_hydra(command, task, completed)
+    _run_hydra(command, task, arguments)
     if failures:
         raise _cause(failures[0])
-    return 0
 
 
 def _run_hydra(command: str, task: Any, arguments: Sequence[str]) -> None:

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 
 from mt_lightning.errors import ConfigError
 
@@ -61,6 +62,33 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
         settings = compose(CONFIG_NAME, overrides=_first_choices(choices))
     completed = {str(item.input_line): _complete(item, settings) for item in plain}
     return [completed.get(argument, argument) for argument in arguments]
+
+
+def check_complete(settings: DictConfig, path: str = "") -> None:
+    """Refuse settings that still need a value.
+
+    Args:
+        settings: The composed config, or a part of it.
+        path: Where that part is.
+
+    Raises:
+        ConfigError: Names what is missing.
+    """
+    missing = list(_missing_keys(OmegaConf.to_container(settings, resolve=False), path))
+    if missing:
+        raise ConfigError(
+            f"The chosen settings need a value for {', '.join(missing)}. "
+            f"Give it on the command line: {missing[0]}=..."
+        )
+
+
+def _missing_keys(node: Any, path: str) -> Iterator[str]:
+    # Not OmegaConf.missing_keys: it fails at a reference to a missing value.
+    if node == MISSING:
+        yield path
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _missing_keys(value, f"{path}.{key}" if path else str(key))
 
 
 def _is_plain_value(override: Override) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
-from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from rich.console import Console, Group
 from rich.panel import Panel
 from rich.table import Table
@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from mt_lightning.callbacks.recorder import paging_engine
+from mt_lightning.commands.settings import check_complete
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import CausalLMModule, TextDataModule
 
@@ -42,7 +43,7 @@ def train(settings: DictConfig, console: Console) -> float:
         ConfigError: if a setting is missing or wrong.
         KeyboardInterrupt: if the run was stopped; what was trained has been saved.
     """
-    _check_complete(settings)
+    check_complete(settings)
     if settings.resume:
         _resume(settings)
     disable_progress_bar()
@@ -94,24 +95,6 @@ def _resume(settings: DictConfig) -> None:
             "strategy.offload_dir=... (it must have been given when the run began)."
         )
     OmegaConf.update(strategy, "on_existing", "resume", force_add=True)
-
-
-def _check_complete(settings: DictConfig) -> None:
-    missing = list(_missing_keys(OmegaConf.to_container(settings, resolve=False)))
-    if missing:
-        raise ConfigError(
-            f"The chosen settings need a value for {', '.join(missing)}. "
-            f"Give it on the command line: {missing[0]}=..."
-        )
-
-
-def _missing_keys(node: Any, path: str = "") -> Iterator[str]:
-    # Not OmegaConf.missing_keys: it fails at a reference to a missing value.
-    if node == MISSING:
-        yield path
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from _missing_keys(value, f"{path}.{key}" if path else str(key))
 
 
 def _build(setting: Any) -> Any:
@@ -166,7 +149,7 @@ def _ctrl_c_raises(trainer: Trainer) -> Iterator[None]:
 
 
 def _measure(trainer: Trainer, module: CausalLMModule, data: TextDataModule) -> float:
-    if data.val_fraction == 0:
+    if data.val_dataset is None:
         return float("nan")
     with _ctrl_c_raises(trainer):
         metrics = trainer.validate(module, datamodule=data, verbose=False)
@@ -184,13 +167,18 @@ def _show_start(
     strategy_name = strategy if isinstance(strategy, str) else strategy._target_.rpartition(".")[2]
     for key, value in (
         ("model", f"{name}, {num_parameters / 1e6:.1f} million parameters"),
-        ("data", str(settings.data.get("path") or "Shakespeare")),
+        ("data", _data_name(settings.data)),
         ("strategy", strategy_name),
         ("steps", str(settings.trainer.max_steps)),
         ("output", str(output_dir)),
     ):
         table.add_row(Text(key, style="dim"), Text(value))
     console.print(table)
+
+
+def _data_name(data: DictConfig) -> str:
+    source = data.get("dataset") or data
+    return str(source.get("path") or "Shakespeare") if isinstance(source, DictConfig) else "given"
 
 
 def _show_samples(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from mt_lightning.huggingface.causal_lm import CausalLMModule
+from mt_lightning.huggingface.data.sources import load_dataset
 from mt_lightning.huggingface.loading import from_pretrained, load_model, load_tokenizer
 from mt_lightning.huggingface.session import init
 from mt_lightning.huggingface.text_data import TextDataModule
@@ -18,6 +19,7 @@ __all__ = [
     "Trainer",
     "from_pretrained",
     "init",
+    "load_dataset",
     "load_model",
     "load_tokenizer",
 ]

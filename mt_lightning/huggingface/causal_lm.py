@@ -19,13 +19,22 @@ from transformers import PreTrainedModel
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
+from mt_lightning.huggingface.adapters import base_of, is_adapted, save_adapters
+from mt_lightning.huggingface.batch_checks import (
+    IGNORED_LABEL,
+    check_labels,
+    check_length,
+    check_tokens,
+    most_positions,
+)
+from mt_lightning.huggingface.data.proof import check_packed_data
 from mt_lightning.huggingface.loading import load_model
 from mt_lightning.huggingface.pretrained import save_model
 from mt_lightning.huggingface.training_loss import TrainingLoss
 from mt_lightning.losses.chunked import ChunkSize, chunk_tokens
 from mt_lightning.resume.description import MODELS_KEY, describe_models
 
-IGNORED_LABEL = -100
+_INPUTS = ("input_ids", "attention_mask", "position_ids")
 _PERPLEXITY_CHUNK_TOKENS = 64
 _DEFAULT_LEARNING_RATE = 5e-5
 _DEFAULT_WEIGHT_DECAY = 0.01
@@ -39,8 +48,8 @@ class CausalLMModule(LightningModule):
     """Train and evaluate a causal language model on next-token prediction.
 
     A batch is a mapping with `input_ids` (int64 `[batch, sequence]`) and, if wanted,
-    `attention_mask` and `labels`. Without `labels` the inputs are the labels. Logs `train_loss`;
-    `val_loss` and `val_perplexity`; `test_loss` and `test_perplexity`.
+    `attention_mask` or `position_ids`, and `labels`. Without `labels` the inputs are the labels.
+    Logs `train_loss`; `val_loss` and `val_perplexity`; `test_loss` and `test_perplexity`.
 
     Args:
         model: a module that takes `input_ids` and `labels` and returns `.loss` and `.logits`,
@@ -117,8 +126,13 @@ class CausalLMModule(LightningModule):
         """Run the model; the inputs are those of its own `forward`."""
         return self.model(**inputs)
 
+    def on_train_start(self) -> None:
+        """Prove that samples of packed rows do not see each other, if the data are packed."""
+        check_packed_data(self.trainer, self.model)
+
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean next-token loss of the batch."""
+        check_labels(batch)
         loss = self._training_loss(self.model, partial(self._run, batch))
         self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
         return loss
@@ -169,7 +183,8 @@ class CausalLMModule(LightningModule):
     ) -> None:
         """Save the model for `from_pretrained`, at any time, in a fit too.
 
-        Weights that are in pages are read from their files piece by piece; no copy is in RAM.
+        Weights that are in pages are read from their files piece by piece; no copy is in RAM. Of
+        a model of PEFT the adapters are saved, for `PeftModel.from_pretrained`.
 
         Args:
             save_directory: where to; made if it is not there. Weights that an earlier save left
@@ -186,6 +201,9 @@ class CausalLMModule(LightningModule):
                 f"safe_serialization={safe_serialization!r}: only safetensors is written; leave "
                 "it True."
             )
+        if is_adapted(self.model):
+            save_adapters(self.model, Path(save_directory))
+            return
         if not isinstance(self.model, PreTrainedModel):
             raise ConfigError(
                 f"the model is a {type(self.model).__name__}, which is no model of transformers. "
@@ -214,7 +232,13 @@ class CausalLMModule(LightningModule):
         )
 
     def _run(self, batch: Mapping[str, Tensor]) -> Any:
-        inputs = {key: batch[key] for key in ("input_ids", "attention_mask") if key in batch}
+        check_length(
+            batch["input_ids"].shape[-1],
+            most_positions(base_of(self.model)),
+            "Set data.sequence_length to that, or cut the samples.",
+        )
+        check_tokens(batch, base_of(self.model))
+        inputs = {key: batch[key] for key in _INPUTS if key in batch}
         return self.model(**inputs, labels=_labels(batch), use_cache=False)
 
     def _evaluate(self, batch: Mapping[str, Tensor], stage: str, perplexity: Perplexity) -> Tensor:

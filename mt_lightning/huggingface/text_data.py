@@ -1,54 +1,77 @@
-"""A LightningDataModule over plain text files."""
+"""A LightningDataModule over texts, conversations, and prompts with completions."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from transformers import PreTrainedTokenizerBase
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.cache import cache_directory
-from mt_lightning.huggingface.loading import load_tokenizer
-from mt_lightning.huggingface.token_file import (
-    open_token_file,
-    token_dtype,
-    token_file_path,
-    write_token_file,
+from mt_lightning.huggingface.data.batches import (
+    SampleCollator,
+    Samples,
+    StreamedSamples,
+    sample_lengths,
 )
+from mt_lightning.huggingface.data.blocks import EpochShuffle, TokenBlocks
+from mt_lightning.huggingface.data.encoding import Encoder, Facts, Overlong
+from mt_lightning.huggingface.data.kinds import Kind, LossOn, check_columns
+from mt_lightning.huggingface.data.packs import best_fit
+from mt_lightning.huggingface.data.sources import ROW_SUFFIXES, Rows
+from mt_lightning.huggingface.data.store import Store, open_store
+from mt_lightning.huggingface.loading import load_tokenizer
+from mt_lightning.huggingface.token_file import token_dtype, token_file_path, write_token_file
 
 log = logging.getLogger(__name__)
 
 SHAKESPEARE_PATH = Path(__file__).parent / "text" / "shakespeare.txt"
+_TEXT_SUFFIX = ".txt"
 
 
 class TextDataModule(LightningDataModule):
-    """Serve a text as contiguous blocks of tokens that do not overlap.
+    """Serve a text in blocks, or samples: texts, conversations, prompts with completions.
 
-    The text is tokenised once into the cache directory and mapped from there. The last blocks
-    are the validation set; the training blocks are shuffled by seed and epoch alone.
+    A text (`.txt`) is cut into contiguous blocks that do not overlap. Samples are JSON lines
+    (`.jsonl`) or a data set with the column `text`, `messages`, or `prompt` and `completion`;
+    each is a row of its own, or shares one with others (`packing`). Either is tokenised once into
+    the cache directory and mapped from there. The last blocks or samples are the validation set;
+    training rows are shuffled by seed and epoch alone. See docs/data.md.
 
     Args:
-        path: a UTF-8 text file, or a folder whose `.txt` files are taken in order of their
-            names; None means the Shakespeare text that comes with the package.
+        path: a file, or a folder of files that are taken in order of their names: `.txt`, or
+            `.jsonl`; None means `dataset`, else the Shakespeare text that comes with the package.
         tokenizer: a tokenizer, or a name or path for `load_tokenizer`.
-        sequence_length: tokens per block.
-        batch_size: blocks per batch.
-        val_fraction: share of the blocks held out for validation, from 0 to below 1.
+        sequence_length: tokens per block; the longest sample, and the longest packed row.
+        batch_size: rows per batch.
+        val_fraction: share of the blocks or samples held out for validation, from 0 to below 1.
         num_workers: worker processes of the DataLoader.
-        seed: of the order of the training blocks.
-        cache_dir: where token files are kept; see `cache_directory`.
+        seed: of the order of the training rows.
+        cache_dir: where tokens are kept; see `cache_directory`.
+        dataset: samples in place of `path`: a data set of Hugging Face or of torch, with or
+            without a length, or a list of dicts.
+        val_dataset: samples to validate on, in place of `val_fraction`.
+        kind: what samples are: "text", "messages", "completion", or "auto" for what fits.
+        loss_on: tokens that are trained: "assistant" (answers of conversations), "completion",
+            "all", or "auto" for the one that fits the samples.
+        packing: whether samples share rows. It is proved at the start that the model keeps them
+            apart.
+        overlong: what happens to samples of more tokens than `sequence_length`: "cut", "drop" or
+            "refuse".
+        chat_template: in place of the tokenizer's: the text, or the path of a file.
+        columns: the name in the data of a column that has another one there, as in
+            `{"prompt": "question"}`.
 
     Raises:
-        ConfigError: if a number is out of range.
+        ConfigError: if a setting is out of range or contradicts another.
     """
 
     def __init__(
@@ -62,6 +85,14 @@ class TextDataModule(LightningDataModule):
         num_workers: int = 0,
         seed: int = 0,
         cache_dir: str | os.PathLike[str] | None = None,
+        dataset: Any = None,
+        val_dataset: Any = None,
+        kind: Kind | Literal["auto"] = "auto",
+        loss_on: LossOn = "auto",
+        packing: bool = False,
+        overlong: Overlong = "cut",
+        chat_template: str | os.PathLike[str] | None = None,
+        columns: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         for name, value, minimum in (
@@ -75,6 +106,10 @@ class TextDataModule(LightningDataModule):
             raise ConfigError(
                 f"data.val_fraction={val_fraction} is not a share; set it from 0 to below 1."
             )
+        if path is not None and dataset is not None:
+            raise ConfigError(
+                f"data.path={str(path)!r} and data.dataset are both given; leave one out."
+            )
         self.path = SHAKESPEARE_PATH if path is None else Path(path).expanduser()
         self.sequence_length = sequence_length
         self.batch_size = batch_size
@@ -82,10 +117,23 @@ class TextDataModule(LightningDataModule):
         self.num_workers = num_workers
         self.seed = seed
         self.cache_dir = cache_dir
+        self.packing = packing
+        self._sources = dataset, val_dataset
+        self._settings: dict[str, Any] = {
+            "kind": kind,
+            "loss_on": loss_on,
+            "overlong": overlong,
+            "chat_template": None if chat_template is None else os.fspath(chat_template),
+        }
+        self._columns = dict(columns or {})
+        check_columns(self._columns)
         self._tokenizer_source = tokenizer
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self._train: TokenBlocks | None = None
-        self._val: TokenBlocks | None = None
+        self._train: Dataset[Any] | None = None
+        self._val: Dataset[Any] | None = None
+        self._collator: Callable[[Any], Any] | None = None
+        self.facts: Facts | None = None
+        """Counts of the samples, known after `setup`; None for blocks and without a length."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -99,20 +147,58 @@ class TextDataModule(LightningDataModule):
             )
         return self._tokenizer
 
+    @property
+    def train_dataset(self) -> Dataset[Any]:
+        """The training rows, after `setup`; for `mt.Trainer(train_dataset=...)`."""
+        assert self._train is not None, "call setup() first"
+        return self._train
+
+    @property
+    def val_dataset(self) -> Dataset[Any] | None:
+        """The validation rows, after `setup`; None if there are none."""
+        return self._val
+
+    @property
+    def collator(self) -> Callable[[Any], Any] | None:
+        """Makes a batch of rows, after `setup`; for `mt.Trainer(data_collator=...)`."""
+        return self._collator
+
     def prepare_data(self) -> None:
-        """Tokenise the text into the cache, if it is not there."""
-        destination = self._token_file()
-        if not destination.exists():
-            log.info("Tokenising %s ...", self.path)
-            write_token_file(self._files(), self.tokenizer, destination)
+        """Tokenise a text into the cache, if it is not there."""
+        if self._is_text:
+            destination = self._token_file()
+            if not destination.exists():
+                log.info("Tokenising %s ...", self.path)
+                write_token_file(self._files(), self.tokenizer, destination)
 
     def setup(self, stage: str | None = None) -> None:
-        """Map the token file and split its blocks.
+        """Map the tokens and split them.
 
         Raises:
-            ConfigError: if the text is missing, empty or too short.
+            ConfigError: if the data are missing, empty, too short, or not what they have to be.
         """
-        self.prepare_data()
+        if self._train is not None:
+            return
+        if self._is_text:
+            self._check_no_sample_settings()
+            self.prepare_data()
+            self._train, self._val = self._blocks()
+        else:
+            self._collator = SampleCollator(self.tokenizer)
+            self._train, self._val = self._samples()
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        """Return the training rows in an order fixed by seed and epoch."""
+        train: Any = self.train_dataset
+        if isinstance(train, IterableDataset):
+            return self._loader(train)
+        return self._loader(train, sampler=EpochShuffle(len(train), self.seed))
+
+    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
+        """Return the validation rows in order; nothing if there are none."""
+        return [] if self._val is None else self._loader(self._val)
+
+    def _blocks(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
         path, dtype = self._token_file(), token_dtype(self.tokenizer)
         num_tokens = path.stat().st_size // dtype.itemsize
         num_blocks = num_tokens // self.sequence_length
@@ -133,30 +219,88 @@ class TextDataModule(LightningDataModule):
                 f"{' (one to train, one to validate)' if num_needed == 2 else ''}. Give a longer "
                 f"text or set data.sequence_length={max(2, num_tokens // num_needed)} or less."
             )
-        num_train_blocks = num_blocks - num_val_blocks
-        self._train = TokenBlocks(path, dtype, self.sequence_length, 0, num_train_blocks)
-        self._val = TokenBlocks(path, dtype, self.sequence_length, num_train_blocks, num_blocks)
+        num_train = num_blocks - num_val_blocks
+        train = TokenBlocks(path, dtype, self.sequence_length, 0, num_train)
+        if not num_val_blocks:
+            return train, None
+        return train, TokenBlocks(path, dtype, self.sequence_length, num_train, num_blocks)
 
-    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
-        """Return the training blocks in an order fixed by seed and epoch."""
-        assert self._train is not None
-        return self._loader(self._train, sampler=EpochShuffle(len(self._train), self.seed))
+    def _samples(self) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        encoder = Encoder(self.tokenizer, max_tokens=self.sequence_length, **self._settings)
+        source, val_source = self._sources
+        rows = (
+            Rows(self._files(), f"data.path={str(self.path)!r}")
+            if source is None
+            else Rows(source, "data.dataset")
+        )
+        val = None
+        if val_source is not None:
+            val, _ = self._read(Rows(val_source, "data.val_dataset"), encoder, 0.0)
+        if not rows.has_length:
+            capacity = self.sequence_length if self.packing else None
+            return StreamedSamples(rows, self._columns, encoder, capacity), val
+        share = 0.0 if val_source is not None else self.val_fraction
+        train, held_out = self._read(rows, encoder, share, counts=True)
+        return train, val if val_source is not None else held_out
 
-    def val_dataloader(self) -> DataLoader[dict[str, Tensor]] | list[Any]:
-        """Return the validation blocks in order; nothing if `val_fraction` is 0."""
-        assert self._val is not None
-        return self._loader(self._val) if len(self._val) else []
+    def _read(
+        self, rows: Rows, encoder: Encoder, val_fraction: float, *, counts: bool = False
+    ) -> tuple[Dataset[Any], Dataset[Any] | None]:
+        if not rows.has_length:
+            return StreamedSamples(rows, self._columns, encoder, None), None
+        folder = cache_directory(self.cache_dir) / "samples"
+        store, _ = open_store(rows, self._columns, encoder, folder)
+        self.facts = store.facts if counts else self.facts
+        num_samples = store.facts.num_samples
+        num_val = max(1, round(num_samples * val_fraction)) if val_fraction else 0
+        if num_val >= num_samples:
+            raise ConfigError(
+                f"{rows.name} gives {num_samples} sample(s), and data.val_fraction="
+                f"{val_fraction} holds {num_val} of them out: none is left to train on. Give more "
+                "rows, or set data.val_fraction=0."
+            )
+        num_train = num_samples - num_val
+        train = self._arranged(store, 0, num_train)
+        return train, self._arranged(store, num_train, num_samples) if num_val else None
+
+    def _arranged(self, store: Store, first: int, last: int) -> Samples:
+        if not self.packing:
+            return Samples(store, [[i] for i in range(first, last)], packed=False)
+        lengths = sample_lengths(store)[first:last]
+        rows = [
+            [first + i for i in row] for row in best_fit(np.asarray(lengths), self.sequence_length)
+        ]
+        return Samples(store, rows, packed=True)
 
     def _loader(
-        self, blocks: TokenBlocks, sampler: Sampler[int] | None = None
+        self, dataset: Dataset[Any], sampler: Sampler[int] | None = None
     ) -> DataLoader[dict[str, Tensor]]:
         return DataLoader(
-            blocks,
+            dataset,
             batch_size=self.batch_size,
             sampler=sampler,
             num_workers=self.num_workers,
             persistent_workers=self.num_workers > 0,
+            collate_fn=self._collator,
         )
+
+    @property
+    def _is_text(self) -> bool:
+        if self._sources[0] is not None:
+            return False
+        return self._files()[0].suffix.lower() not in ROW_SUFFIXES
+
+    def _check_no_sample_settings(self) -> None:
+        defaults = {"kind": "auto", "loss_on": "auto", "overlong": "cut", "chat_template": None}
+        changed = [name for name, value in defaults.items() if self._settings[name] != value]
+        changed += ["packing"] * self.packing + ["columns"] * bool(self._columns)
+        changed += ["val_dataset"] * (self._sources[1] is not None)
+        if changed:
+            raise ConfigError(
+                f"data.{changed[0]} says something of samples, and data.path={str(self.path)!r} is "
+                "a text, which is cut into blocks. Leave it out, or give JSON lines "
+                '({"text": "..."} in a .jsonl file).'
+            )
 
     def _token_file(self) -> Path:
         folder = cache_directory(self.cache_dir) / "tokens"
@@ -165,71 +309,21 @@ class TextDataModule(LightningDataModule):
     def _files(self) -> list[Path]:
         if self.path.is_file():
             return [self.path]
-        files = sorted(self.path.glob("*.txt")) if self.path.is_dir() else []
-        if not files:
-            found = "has no .txt file" if self.path.is_dir() else "does not exist"
+        is_folder = self.path.is_dir()
+        suffixes = (_TEXT_SUFFIX, *ROW_SUFFIXES)
+        found = [p for p in sorted(self.path.glob("*")) if p.suffix.lower() in suffixes]
+        texts = [p for p in found if p.suffix.lower() == _TEXT_SUFFIX]
+        if texts and len(texts) < len(found):
             raise ConfigError(
-                f"data.path={str(self.path)!r} {found} (looked from {Path.cwd()}). "
-                "Set data.path (TextDataModule(path=...)) to a text file or a folder of them."
+                f"data.path={str(self.path)!r} has {len(texts)} text(s) and "
+                f"{len(found) - len(texts)} file(s) of JSON lines. Set data.path to files of one "
+                "kind."
             )
-        return files
-
-
-class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Some blocks of a token file, mapped from disk.
-
-    Args:
-        path: the token file.
-        dtype: dtype of its ids.
-        sequence_length: tokens per block.
-        first: index of the first block.
-        last: index after the last block.
-    """
-
-    def __init__(
-        self, path: Path, dtype: np.dtype, sequence_length: int, first: int, last: int
-    ) -> None:
-        self._arguments = (path, dtype, sequence_length, first, last)
-        tokens = open_token_file(path, dtype)[first * sequence_length : last * sequence_length]
-        self._blocks = tokens.reshape(-1, sequence_length)
-
-    def __reduce__(self) -> tuple[type[TokenBlocks], tuple[Any, ...]]:
-        """Travel to a worker process as a path: a mapped array would be copied."""
-        return TokenBlocks, self._arguments
-
-    def __len__(self) -> int:
-        """Return the number of blocks."""
-        return len(self._blocks)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return `input_ids` (int64 `[sequence]`) of one block."""
-        return {"input_ids": torch.from_numpy(self._blocks[index].astype(np.int64))}
-
-
-class EpochShuffle(Sampler[int]):
-    """A random order that depends on seed and epoch only, never on the global RNG.
-
-    Lightning calls `set_epoch` before each epoch.
-
-    Args:
-        num_samples: number of samples to order.
-        seed: of the order.
-    """
-
-    def __init__(self, num_samples: int, seed: int) -> None:
-        self._num_samples = num_samples
-        self._seed = seed
-        self._epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return self._num_samples
-
-    def __iter__(self) -> Iterator[int]:
-        """Yield every index once."""
-        order = np.random.default_rng((self._seed, self._epoch)).permutation(self._num_samples)
-        return iter(order.tolist())
+        if not found:
+            why = "has no .txt and no .jsonl file" if is_folder else "does not exist"
+            raise ConfigError(
+                f"data.path={str(self.path)!r} {why} (looked from {Path.cwd()}). "
+                "Set data.path (TextDataModule(path=...)) to a text, to JSON lines, or to a folder "
+                "of them."
+            )
+        return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from mt_lightning.errors import ConfigError
 
 _CHUNK_CHARACTERS = 1 << 16
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 def token_file_path(
@@ -25,15 +26,27 @@ def token_file_path(
     The name changes when a file changes (path, size, time of change) or the tokenizer does.
     """
     digest = xxhash.xxh3_128()
-    digest.update(
-        f"{_FORMAT_VERSION} {type(tokenizer).__name__} {token_dtype(tokenizer)}\n".encode()
-    )
-    for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
-        digest.update(f"{index} {token}\n".encode())
+    digest.update(f"{_FORMAT_VERSION} {tokenizer_key(tokenizer)}\n".encode())
     for file in files:
         status = file.stat()
         digest.update(f"{file.resolve()} {status.st_size} {status.st_mtime_ns}\n".encode())
     return folder / f"{digest.hexdigest()}.tokens"
+
+
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return what changes when a tokenizer gives other ids for some text."""
+    digest = xxhash.xxh3_128()
+    special = sorted(map(str, tokenizer.special_tokens_map.items()))
+    digest.update(f"{type(tokenizer).__name__} {token_dtype(tokenizer)} {special}\n".encode())
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:  # merges, normaliser and all, but how the last call padded
+        known = json.loads(backend.to_str())
+        known.update(truncation=None, padding=None)
+        digest.update(json.dumps(known, sort_keys=True).encode())
+    else:
+        for token, index in sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]):
+            digest.update(f"{index} {token}\n".encode())
+    return digest.hexdigest()
 
 
 def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:

@@ -14,8 +14,10 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.py"))
 def test_there_are_examples() -> None:
     assert [path.stem for path in EXAMPLES] == [
         "born_on_meta",
+        "chat_data",
         "huggingface_model",
         "huggingface_trainer",
+        "lora",
         "plain_lightning",
         "plain_loop",
     ]

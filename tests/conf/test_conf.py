@@ -48,7 +48,7 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
 def test_every_group_is_here() -> None:
     assert GROUPS == {
         "model": ["hf", "smollm2", "tiny"],
-        "data": ["shakespeare", "text"],
+        "data": ["chat", "completion", "dataset", "shakespeare", "text"],
         "strategy": ["auto", "megatrain"],
         "optimizer": ["adafactor", "adamw", "sgd"],
         "trainer": ["default", "smoke"],
@@ -61,7 +61,13 @@ def test_every_group_is_here() -> None:
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_choice_composes_and_fits_its_classes(group: str, choice: str) -> None:
-    required = {"hf": ["model.model=name"], "text": ["data.path=a.txt"]}.get(choice, [])
+    required = {
+        "hf": ["model.model=name"],
+        "text": ["data.path=a.txt"],
+        "chat": ["data.path=a.jsonl"],
+        "completion": ["data.path=a.jsonl"],
+        "dataset": ["data.dataset.path=csv"],
+    }.get(choice, [])
     run = OmegaConf.to_container(compose_run(f"{group}={choice}", *required), resolve=True)
     found = list(targets(run))
     assert found

@@ -11,7 +11,8 @@ import torch
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import TextDataModule
 from mt_lightning.huggingface.byte_tokenizer import NUM_BYTE_TOKENS, byte_tokenizer
-from mt_lightning.huggingface.text_data import SHAKESPEARE_PATH, EpochShuffle, TokenBlocks
+from mt_lightning.huggingface.data.blocks import EpochShuffle, TokenBlocks
+from mt_lightning.huggingface.text_data import SHAKESPEARE_PATH
 from mt_lightning.huggingface.token_file import open_token_file, write_token_file
 
 LINES = "".join(f"line {i} of a text, with umlauts ä ö ü and € signs.\n" for i in range(200))
@@ -180,7 +181,7 @@ def test_a_short_text_trains_without_validation(tmp_path: Path) -> None:
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no \.txt file"):
+    with pytest.raises(ConfigError, match=r"has no \.txt and no \.jsonl file"):
         make_data(tmp_path).setup()
 
 

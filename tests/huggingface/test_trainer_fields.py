@@ -138,8 +138,10 @@ def test_what_trl_would_do_and_this_does_not_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="SFTConfig needs a tokenizer"):
         mt.Trainer(llama(), sft(tmp_path))
     collate = TextCollator(sft(tmp_path), tokenizer)
-    with pytest.raises(ConfigError, match="messages: apply the chat template first"):
+    with pytest.raises(ConfigError, match="the tokenizer .* has no chat template"):
         collate([{"messages": []}])
+    with pytest.raises(ConfigError, match="completion_only_loss=True, and a sample has no prompt"):
+        TextCollator(sft(tmp_path, completion_only_loss=True), tokenizer)([{"text": "a"}])
     with pytest.raises(ConfigError, match="'<nope>' is no token"):
         TextCollator(sft(tmp_path, eos_token="<nope>"), tokenizer)
 

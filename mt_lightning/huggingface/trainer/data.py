@@ -16,6 +16,9 @@ from transformers.trainer_utils import RemoveColumnsCollator
 from typing_extensions import override
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.adapters import base_of
+from mt_lightning.huggingface.data.kinds import RAW_COLUMNS, kind_of
+from mt_lightning.huggingface.trainer.raw import RowCollator
 from mt_lightning.huggingface.trainer.sft import columns, is_sft
 
 log = logging.getLogger(__name__)
@@ -68,8 +71,11 @@ class LoaderMaker:
         self._model = model
         self._collate = collate
         self._input_name = input_name
-        taken = list(inspect.signature(model.forward).parameters)
+        taken = list(inspect.signature(base_of(model).forward).parameters)
+        self._taken = taken
         self._columns = [*taken, *sorted({"label", "label_ids", *label_names})]
+        if isinstance(collate, RowCollator):
+            self._columns += RAW_COLUMNS
         if is_sft(args):
             self._columns += columns(args)
 
@@ -164,6 +170,8 @@ class LoaderMaker:
 
     def _without_unused(self, name: str, dataset: Any) -> Any:
         names = list(dataset.column_names)
+        if isinstance(self._collate, RowCollator) and not set(names) & set(self._taken):
+            kind_of(names)  # says which column is missing
         unused = [column for column in names if column not in self._columns]
         if len(unused) == len(names):
             raise ConfigError(

@@ -16,6 +16,8 @@ from transformers.trainer_pt_utils import LabelSmoother
 from typing_extensions import override
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.adapters import base_of
+from mt_lightning.huggingface.batch_checks import check_length, check_tokens, most_positions
 from mt_lightning.huggingface.training_loss import TrainingLoss
 
 LossFunction = Callable[..., Tensor]
@@ -34,19 +36,20 @@ class BatchLoss:
         self, model: nn.Module, args: TrainingArguments, function: LossFunction | None
     ) -> None:
         self._model = model
+        self._base = base = base_of(model)
         self._function = function
-        self.takes_num_items = _takes_loss_arguments(model)
+        self.takes_num_items = _takes_loss_arguments(base)
         """Whether the model's own loss is one over all items of an optimizer step."""
-        kind = LOSS_MAPPING.get(str(getattr(model, "loss_type", None)))
-        config = getattr(model, "config", None)
+        kind = LOSS_MAPPING.get(str(getattr(base, "loss_type", None)))
+        config = getattr(base, "config", None)
         encoder = getattr(config, "is_encoder_decoder", False)
         self._shifts = kind is ForCausalLMLoss and not encoder
         self._smoother: LabelSmoother | None = None
         problem = getattr(config, "problem_type", None)
         if args.label_smoothing_factor and problem != "multi_label_classification":
             self._smoother = LabelSmoother(epsilon=args.label_smoothing_factor)
-        self._most_tokens = _most_tokens(model)
-        chunks = isinstance(model, PreTrainedModel) and function is None and self._smoother is None
+        self._most_tokens = most_positions(base)
+        chunks = isinstance(base, PreTrainedModel) and function is None and self._smoother is None
         self._chunked = TrainingLoss("auto" if chunks else None)
         self._takes_labels_away = function is not None or self._smoother is not None
 
@@ -62,7 +65,16 @@ class BatchLoss:
             if "shift_labels" not in batch and self._shifts:
                 labels = labels[..., 1:]
             numbers.append(labels.ne(-100).sum())
-        return torch.stack(numbers).sum() if numbers else None
+        if not numbers:
+            return None
+        total = torch.stack(numbers).sum()
+        if total.device.type == "cpu" and int(total) == 0:
+            raise ConfigError(
+                f"all labels of the {len(batches)} batch(es) of a step are -100: nothing would be "
+                "trained, and the loss be divided by 0. See that samples have answers, and that "
+                "they are not cut off."
+            )
+        return total
 
     def scaled(self, num_items: Tensor | None) -> bool:
         """Return whether a loss is one over all items of a step, not of its batch."""
@@ -74,7 +86,7 @@ class BatchLoss:
         Raises:
             ConfigError: The model returns no loss, or the sequence is too long for it.
         """
-        if self._takes_labels_away or not isinstance(self._model, PreTrainedModel):
+        if self._takes_labels_away or not isinstance(self._base, PreTrainedModel):
             return self.loss_and_outputs(inputs, num_items)[0]
         arguments = self._arguments(inputs, num_items)
         loss: Tensor | None = self._chunked(self._model, lambda: self._run(arguments))
@@ -94,7 +106,7 @@ class BatchLoss:
             extra: dict[str, Any] = {}
             if "num_items_in_batch" in inspect.signature(self._smoother.__call__).parameters:
                 extra["num_items_in_batch"] = num_items
-            causal = type(self._model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            causal = type(self._base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             loss: Any = self._smoother(outputs, labels, shift_labels=causal, **extra)
             return loss, outputs
         found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs[0]
@@ -106,14 +118,10 @@ class BatchLoss:
 
     def _arguments(self, inputs: Mapping[str, Any], num_items: Tensor | None) -> dict[str, Any]:
         tokens = inputs.get("input_ids")
-        if self._most_tokens is not None and isinstance(tokens, Tensor) and tokens.dim() > 1:
-            length = tokens.shape[-1]
-            if length > self._most_tokens:
-                raise ConfigError(
-                    f"a batch has sequences of {length} tokens, and the model takes "
-                    f"{self._most_tokens} (max_position_embeddings of its config). Truncate the "
-                    f"samples to {self._most_tokens} tokens."
-                )
+        if isinstance(tokens, Tensor) and tokens.dim() > 1:
+            most = self._most_tokens
+            check_length(tokens.shape[-1], most, f"Truncate the samples to {most} tokens.")
+            check_tokens(inputs, self._base)
         extra = {"num_items_in_batch": num_items}
         return {**inputs, **(extra if self.takes_num_items and num_items is not None else {})}
 
@@ -159,12 +167,6 @@ def _takes_loss_arguments(model: nn.Module) -> bool:
         return bool(declared)
     parameters = inspect.signature(model.forward).parameters.values()
     return any(each.kind == inspect.Parameter.VAR_KEYWORD for each in parameters)
-
-
-def _most_tokens(model: nn.Module) -> int | None:
-    config = getattr(model, "config", None)
-    most = getattr(config, "max_position_embeddings", None)
-    return most if isinstance(most, int) and most > 0 else None
 
 
 def _needed(loss: Tensor | None, model: nn.Module, arguments: Mapping[str, Any]) -> Tensor:

@@ -14,6 +14,7 @@ from transformers import Trainer as HuggingFaceTrainer
 from transformers import TrainingArguments, get_scheduler
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.data.proof import check_packed_data
 from mt_lightning.huggingface.trainer.data import NUM_ITEMS
 from mt_lightning.huggingface.trainer.loss import BatchLoss, LossSum
 from mt_lightning.huggingface.trainer.predictions import Reader
@@ -60,6 +61,10 @@ class TrainerModule(LightningModule):
         self._reader = reader
         self._given = optimizers
         self._optimizer_kind = optimizer_kind
+
+    def on_train_start(self) -> None:
+        """Prove that samples of packed rows do not see each other, if the data are packed."""
+        check_packed_data(self.trainer, self.model)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
         """End the epoch where a callback asked for it."""

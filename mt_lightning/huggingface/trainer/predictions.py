@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers.trainer_pt_utils import nested_detach
 from transformers.utils.generic import can_return_loss, find_labels
 
+from mt_lightning.huggingface.adapters import base_of
 from mt_lightning.huggingface.trainer.loss import BatchLoss
 
 Preprocess = Callable[[Any, Any], Any]
@@ -33,6 +34,7 @@ class Reader:
         *,
         takes_inputs: bool,
     ) -> None:
+        model = base_of(model)
         self.label_names = find_labels(type(model)) if label_names is None else label_names
         self._returns_loss = can_return_loss(type(model))
         self._preprocess = preprocess

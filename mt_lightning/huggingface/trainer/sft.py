@@ -10,11 +10,16 @@ from torch import Tensor
 from transformers import TrainingArguments
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.batch_checks import IGNORED_LABEL
+from mt_lightning.huggingface.data.encoding import Encoder
+from mt_lightning.huggingface.data.kinds import RAW_COLUMNS, LossOn, kind_of
 
 MAPPED: dict[str, str] = {
     "dataset_text_field": "the column that is tokenised, where samples have no input_ids",
     "max_length": "tokens after which samples are cut",
-    "completion_only_loss": "tokens of the prompt are no labels: those whose completion_mask is 0",
+    "completion_only_loss": "None: tokens of a prompt are no labels, nor those whose "
+    "completion_mask is 0; False: they are",
+    "assistant_only_loss": "of conversations, only the answers of the assistant are labels",
     "eos_token": "ends each text",
     "pad_token": "fills batches up",
     "pad_to_multiple_of": "fills batches up to a multiple",
@@ -22,8 +27,8 @@ MAPPED: dict[str, str] = {
 }
 """Fields of SFTConfig that are followed; the others are refused when they are not the default."""
 
-_UNPREPARED = ("messages", "prompt", "completion", "conversations", "images")
-_IGNORED = -100
+
+_LOSSES: tuple[LossOn, ...] = ("auto", "all")
 
 
 def is_sft(args: TrainingArguments) -> bool:
@@ -34,7 +39,7 @@ def is_sft(args: TrainingArguments) -> bool:
 def columns(args: TrainingArguments) -> list[str]:
     """Return the columns that the collator reads, besides those of the model."""
     text: str = getattr(args, "dataset_text_field", "text")
-    return [text, "completion_mask", *_UNPREPARED]
+    return [text, "completion_mask", *RAW_COLUMNS]
 
 
 class TextCollator:
@@ -61,6 +66,12 @@ class TextCollator:
         if pad_id is None:
             raise ConfigError("the tokenizer has no pad_token and no eos_token; set pad_token.")
         self._pad_id = pad_id
+        self._encoders = {
+            loss_on: Encoder(
+                tokenizer, loss_on=loss_on, max_tokens=args.max_length, eos_id=self._eos_id
+            )
+            for loss_on in _LOSSES
+        }
 
     def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Return `input_ids`, `attention_mask` and `labels`, int64 `[batch, sequence]`."""
@@ -73,7 +84,7 @@ class TextCollator:
         batch = {
             "input_ids": torch.full(shape, self._pad_id),
             "attention_mask": torch.zeros(shape, dtype=torch.int64),
-            "labels": torch.full(shape, _IGNORED),
+            "labels": torch.full(shape, IGNORED_LABEL),
         }
         for i, (ids, labels) in enumerate(rows):
             batch["input_ids"][i, : len(ids)] = torch.tensor(ids)
@@ -82,36 +93,38 @@ class TextCollator:
         return batch
 
     def _row(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int]]:
-        ids = self._ids(sample)
+        if "input_ids" not in sample:
+            return self._encoded(sample)
+        ids = [int(each) for each in sample["input_ids"]]
         labels = [int(each) for each in sample.get("labels", ids)]
         mask = sample.get("completion_mask")
         if mask is not None and self._args.completion_only_loss is not False:
             pairs = zip(labels, mask, strict=True)
-            labels = [label if keep else _IGNORED for label, keep in pairs]
-        elif mask is None and getattr(self._args, "completion_only_loss", None):
-            raise ConfigError(
-                "completion_only_loss=True, and a sample has no completion_mask. Tokenise prompts "
-                "and completions with one, or set completion_only_loss=None."
-            )
+            labels = [label if keep else IGNORED_LABEL for label, keep in pairs]
+        elif mask is None:
+            self._check_completion_only()
         most = self._args.max_length
         return (ids, labels) if most is None else (ids[:most], labels[:most])
 
-    def _ids(self, sample: Mapping[str, Any]) -> list[int]:
-        if "input_ids" in sample:
-            return [int(each) for each in sample["input_ids"]]
-        name = self._args.dataset_text_field
-        if name not in sample:
-            there = ", ".join(sample)
-            unprepared = [each for each in _UNPREPARED if each in sample]
-            hint = f"{', '.join(unprepared)}: apply the chat template first. " * bool(unprepared)
+    def _encoded(self, sample: Mapping[str, Any]) -> tuple[list[int], list[int]]:
+        args, field = self._args, self._args.dataset_text_field
+        row = {**sample, "text": sample[field]} if field in sample else sample
+        kind = kind_of(row)
+        if kind != "completion":
+            self._check_completion_only()
+        answers = kind == "messages" and getattr(args, "assistant_only_loss", False)
+        completion = kind == "completion" and args.completion_only_loss is not False
+        encoder = self._encoders["auto" if answers or completion else "all"]
+        encoded = encoder.encode(row, "a sample")
+        pairs = zip(encoded.ids, encoded.trained, strict=True)
+        return encoded.ids, [token if keep else IGNORED_LABEL for token, keep in pairs]
+
+    def _check_completion_only(self) -> None:
+        if getattr(self._args, "completion_only_loss", None):
             raise ConfigError(
-                f"a sample has neither input_ids nor {name!r} (dataset_text_field), but {there}. "
-                f"{hint}Tokenise the data, or name the column of the text."
+                "completion_only_loss=True, and a sample has no prompt and completion, nor a "
+                "completion_mask. Give it one, or set completion_only_loss=None."
             )
-        ids = self.tokenizer(sample[name])["input_ids"]
-        if self._eos_id is not None and (not ids or ids[-1] != self._eos_id):
-            ids = [*ids, self._eos_id]
-        return ids
 
     def _id_of(self, field: str, default: int | None) -> int | None:
         token = getattr(self._args, field, None)

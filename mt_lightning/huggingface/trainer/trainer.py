@@ -14,18 +14,14 @@ from lightning.pytorch import Callback
 from lightning.pytorch import Trainer as LightningTrainer
 from torch import nn
 from transformers import (
-    DataCollatorWithPadding,
     PreTrainedModel,
     TrainerCallback,
     TrainerControl,
     TrainerState,
     TrainingArguments,
-    default_data_collator,
     enable_full_determinism,
     set_seed,
 )
-from transformers.feature_extraction_sequence_utils import SequenceFeatureExtractor
-from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from transformers.trainer_utils import (
     IntervalStrategy,
     PredictionOutput,
@@ -44,6 +40,7 @@ from mt_lightning.huggingface.trainer.flow import Flow, check_callback
 from mt_lightning.huggingface.trainer.loss import BatchLoss, LossFunction
 from mt_lightning.huggingface.trainer.module import OptimizerKind, Optimizers, TrainerModule
 from mt_lightning.huggingface.trainer.predictions import Preprocess, Reader
+from mt_lightning.huggingface.trainer.raw import default_collator
 from mt_lightning.huggingface.trainer.saving import (
     RUN_NAME,
     STATE_NAME,
@@ -129,7 +126,7 @@ class Trainer:
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         if data_collator is None and is_sft(self.args):
             data_collator = TextCollator(self.args, processing_class)
-        self.data_collator = data_collator or _default_collator(processing_class)
+        self.data_collator = data_collator or default_collator(processing_class)
         self.compute_metrics = compute_metrics
         self._loss = BatchLoss(model, self.args, compute_loss_func)
         wanted = self.args.include_for_metrics
@@ -377,12 +374,6 @@ class Trainer:
             enable_model_summary=False,
             use_distributed_sampler=False,
         )
-
-
-def _default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
-    if isinstance(processing_class, (PreTrainedTokenizerBase, SequenceFeatureExtractor)):
-        return DataCollatorWithPadding(processing_class)  # pyright: ignore[reportArgumentType]
-    return default_data_collator
 
 
 def _named(train_dataset: Any, eval_dataset: Any) -> list[tuple[str, Any]]:

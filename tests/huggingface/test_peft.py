@@ -133,7 +133,7 @@ def test_frozen_pages_are_never_written(tmp_path: Path) -> None:
     model = adapted()
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     frozen_bytes = sum(p.nbytes for p in model.parameters() if not p.requires_grad)
-    settings = {"max_ram_gb": 0.0022, "durability": "step"}
+    settings = {"max_ram_gb": 0.0008, "durability": "step"}
     with mt.page(model, optimizer, offload_dir=tmp_path / "pages", **settings) as paged:
         started = paged.stats.bytes_written
         assert started > frozen_bytes
@@ -249,7 +249,7 @@ def test_a_tower_that_never_runs_is_never_read(tmp_path: Path) -> None:
         model = llava(num_layers)
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         folder = tmp_path / str(num_layers)
-        with mt.page(model, optimizer, offload_dir=folder, max_ram_gb=0.0024) as paged:
+        with mt.page(model, optimizer, offload_dir=folder, max_ram_gb=0.0012) as paged:
             started = paged.stats
             before = started.bytes_read, started.bytes_written
             for batch in zoo.batches("llama", 3, 1):

@@ -21,11 +21,13 @@ from mt_lightning.errors import (
 from mt_lightning.losses.chunked import chunked_loss
 from mt_lightning.optim.compressed_adamw import CompressedAdamW
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
+from mt_lightning.plugins.grad_norm import grad_norm
 from mt_lightning.plugins.precision import MegaTrainPrecision
-from mt_lightning.strategy import MegaTrainStrategy, grad_norm
+from mt_lightning.strategy import MegaTrainStrategy
 
 if TYPE_CHECKING:
     from mt_lightning.callbacks import AccessRecorder, PagingMonitor, PagingReport, PagingTrace
+    from mt_lightning.export.masters import save_masters
     from mt_lightning.huggingface import (
         CausalLMModule,
         TextDataModule,
@@ -61,6 +63,7 @@ __all__ = [
     "grad_norm",
     "init",
     "page",
+    "save_masters",
 ]
 
 # Imported on first use: transformers takes a second that users of the strategy alone need not wait.
@@ -76,6 +79,7 @@ _LAZY = {
     "from_pretrained": "mt_lightning.huggingface",
     "init": "mt_lightning.huggingface",
     "page": "mt_lightning.paging",
+    "save_masters": "mt_lightning.export.masters",
 }
 
 

@@ -34,8 +34,9 @@ from mt_lightning.plugins.announcement import announce
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
 from mt_lightning.plugins.ending import end_asked
 from mt_lightning.plugins.guard import ClipGuard
+from mt_lightning.plugins.masters import name_masters
 from mt_lightning.plugins.precision import MegaTrainPrecision
-from mt_lightning.plugins.refusals import eager_reason, micro_batches, refuse
+from mt_lightning.plugins.refusals import eager_reason, micro_batches, refuse, tell_of_halves
 from mt_lightning.plugins.routes import Routes
 from mt_lightning.resume.checkpoints import SavedCheckpoints, serve
 from mt_lightning.resume.keeper import RunKeeper
@@ -214,6 +215,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         try:
             engine.prepare()
             if fitting:
+                tell_of_halves(model, self.precision_plugin.precision)
                 self.setup_optimizers(trainer)
             reason = eager_reason(model, trainer, self.options.nonfinite, len(self.optimizers))
             engine.attach(
@@ -253,7 +255,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         if directories is None:
             directories = [fresh_directory(trainer.default_root_dir)]
         machine = open_machine(directories, self.options.on_existing, **self._seams)
-        engine = Engine(model, machine, self.options, **self._sizes)
+        masters = self.precision_plugin.keeps_masters
+        engine = Engine(model, machine, self.options, masters=masters, **self._sizes)
         self._closing = weakref.finalize(engine, machine.close, remove=own)
         self._engine = engine
         return engine
@@ -370,6 +373,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         lost = self._engine.num_lost if self._engine is not None else 0
         refuse_lost(lost, checkpoint["global_step"] - lost)
         serve(self.checkpoint_io, self._saved)  # a plugin may serve several trainers
+        if self.precision_plugin.keeps_masters:
+            name_masters(checkpoint, self.lightning_module, self.optimizers)  # type: ignore[arg-type]
         save = partial(super().save_checkpoint, checkpoint, *args, **kwargs)
         if self._engine is None or not self._engine.attached:
             save()
@@ -387,14 +392,3 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
         """Return `obj`: there is one process."""
         return obj
-
-
-def grad_norm(trainer: pl.Trainer) -> float | None:
-    """Return the gradient norm that the last clipped step had before clipping, None without one.
-
-    Hooks cannot compute it themselves: gradients leave as they arrive, and `p.grad` is None.
-    """
-    strategy = trainer.strategy
-    if not isinstance(strategy, MegaTrainStrategy) or strategy.engine is None:
-        raise ConfigError("grad_norm(trainer) needs a trainer that runs with strategy='megatrain'.")
-    return strategy.engine.last_norm

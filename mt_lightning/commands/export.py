@@ -185,6 +185,11 @@ def add_export_parser(commands: Any) -> None:
         help=f"most bytes of weights in one file (default: {DEFAULT_SHARD_SIZE})",
     )
     parser.add_argument(
+        "--masters",
+        action="store_true",
+        help="of a checkpoint with precision bf16-true: write its fp32 masters",
+    )
+    parser.add_argument(
         "--optimizer",
         metavar="FORM",
         help=f"write a checkpoint with its optimizer state as {', '.join(FORMS)}",
@@ -198,13 +203,14 @@ def run_export(options: argparse.Namespace) -> int:
         tokenizer=options.tokenizer,
         prefix=options.prefix,
         max_shard_size=options.max_shard_size,
+        masters=options.masters,
     )
     if options.optimizer is None:
         return _run_model(options.source, options.target, model)
     if model != ModelOptions() or len(options.source) > 1:
         raise ConfigError(
             "--optimizer writes one checkpoint from one: give one IN, and no --model, "
-            "--tokenizer, --prefix or --max-shard-size."
+            "--tokenizer, --prefix, --max-shard-size or --masters."
         )
     with Progress(console=Console(stderr=True), transient=True) as progress:
         done = export_optimizer(options.source[0], options.target, options.optimizer, progress)

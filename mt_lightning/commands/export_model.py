@@ -46,12 +46,14 @@ class ModelOptions:
         tokenizer: Folder or name of the tokenizer, where it is another.
         prefix: What is before the names of the model's tensors.
         max_shard_size: The most bytes of tensors in one file; None: 5 GB.
+        masters: Whether fp32 masters are written in place of their bfloat16 weights.
     """
 
     model: str | None = None
     tokenizer: str | None = None
     prefix: str | None = None
     max_shard_size: str | None = None
+    masters: bool = False
 
 
 def export_model(
@@ -77,7 +79,7 @@ def export_model(
         StorageError: Something cannot be read or written; nothing is left behind.
     """
     plain = target.suffix == SUFFIX
-    if plain and options != ModelOptions():
+    if plain and options != ModelOptions(masters=options.masters):
         raise ConfigError(
             f"{target} is one file with the plain state dict: --model, --tokenizer, --prefix and "
             "--max-shard-size are for an OUT that is a directory."
@@ -86,7 +88,7 @@ def export_model(
         size_bytes(options.max_shard_size)
     if target.exists() and (plain or not _is_empty(target)):
         raise ConfigError(f"{target} exists; give another name, or delete it first.")
-    with opened(sources) as source:
+    with opened(sources, masters=options.masters) as source:
         begin(sum(facts.nbytes for facts in source.weights.facts().values()))
         if plain:
             return _export_plain(source, target, advance)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -12,13 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from mt_lightning.engine.exchange import give_state, take_state
+from mt_lightning.engine.exchange import give_state, state_chunks, take_state
 from mt_lightning.engine.first_step import report_first_step
 from mt_lightning.engine.grad_check import check_grad, check_open, check_unowned
 from mt_lightning.engine.loss_check import check_loss
 from mt_lightning.engine.machine import Machine
+from mt_lightning.engine.masters.carried import codec_of
+from mt_lightning.engine.masters.edits import MasterEdits
+from mt_lightning.engine.outside import Outside
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.runtime import Runtime
+from mt_lightning.engine.state_chunks import StateChunks
 from mt_lightning.engine.undo import refuse_lost, release_pages, undo_partial_step
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
@@ -52,7 +55,6 @@ class Attached:
         self._machine = machine
         self._stats = stats
         self._parking = parking
-        self._editing: Counter[int] = Counter()
         self._in_backward = False
         self._lingering: list[Unit] = []
         self._rebound: list[tuple[Unit, int]] = []
@@ -60,6 +62,10 @@ class Attached:
         self._running = spans.LongSpan("backward of")
         self.num_lost = 0
         """Finished steps that a step which broke off took along."""
+        self.masters = MasterEdits(run, self._state_chunks)
+        self.outside = Outside(
+            run, parking, self.masters, self.drain, self._undo_partial_step, self.on_grad
+        )
         self.window: Window | ForwardWindow | None = None
         self.graphs, self.inputs = run.graphs, run.inputs
         self.graphs.beside = self._num_input_bytes
@@ -79,6 +85,7 @@ class Attached:
 
     def enter(self, unit: Unit, *, backward: bool, start: int = 0, again: bool = False) -> None:
         """Bring a unit's pages up to date and bind them; called by executors and graphs."""
+        self.masters.settle()
         self._end_dead_backward()
         self._running.end()
         self.graphs.collect()
@@ -152,6 +159,9 @@ class Attached:
         if self.window is not None and self._sums:
             expected = max(expected, self.window.num_input_bytes())
         return expected
+
+    def _state_chunks(self, page: Page) -> StateChunks:
+        return state_chunks(self.run, self._machine, codec_of(self.run.build, page))
 
     @property
     def _sums(self) -> WindowSums | None:
@@ -287,7 +297,10 @@ class Attached:
         self._parking.forget_dead()
         run = self.run
         report_first_step(self.run, drained=False)
+        self.masters.settle()
+        self.masters.find_writes()
         applied = run.steps.step(optimizer)
+        self.masters.watch_again()
         run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
         run.binder.used.update(run.build.resident)
         run.ahead.predictor.end_of_step()
@@ -319,6 +332,7 @@ class Attached:
         """Apply, write and commit everything, and wait for it."""
         begin = time.perf_counter()
         self._parking.forget_dead()
+        self.masters.settle()
         self.run.steps.drain()
         self.find_edits()
         if self.run.writer.dirty:
@@ -330,28 +344,13 @@ class Attached:
 
     def find_edits(self) -> None:
         """See whether weights were written to outside a step; all updates are done."""
+        self.masters.find_writes()
         for entry in self.run.resident:
             # User code and load_state_dict may write to these at any time, and nothing tells us.
             if hash_blocks(entry.frame.memory) != entry.page.weight.sums[0]:
                 entry.dirty = self.run.writer.dirty = True
 
     # -- what user code sees ----------------------------------------------------------------------
-    def show_pages(self, pages: list[Page], *, whole: bool) -> None:
-        """Let the parameters of a module show mapped files; `whole` where `state_dict()` begins."""
-        self._undo_partial_step()
-        if whole or any(self._is_behind(page) for page in pages):
-            self.drain()
-        for page in pages:
-            if not self.run.binder.is_bound(page) and not self._editing[page.index]:
-                with torch.inference_mode(False), torch.no_grad():
-                    self._parking.show_again(page)
-
-    def _is_behind(self, page: Page) -> bool:
-        """Return whether the file of a page is not what its weights are."""
-        run, entry = self.run, self.run.pool.entry(page)
-        pending = run.steps.is_due(page) or run.worker.is_pending(page.index)
-        return pending or (entry is not None and entry.dirty)
-
     def _undo_partial_step(self) -> None:
         """Go back to the last commit when a step was interrupted: nobody may see half of it.
 
@@ -360,29 +359,8 @@ class Attached:
         if self.run.steps.partial and torch._C._current_graph_task_id() == -1:
             self._end_dead_backward()
             self.num_lost = undo_partial_step(self.run, self._machine.io)
+            self.masters.watch_again()
         refuse_lost(self.num_lost, self.run.steps.count)
-
-    def hide_pages(self, pages: list[Page]) -> None:
-        """Let them show placeholders again; views that were taken live on."""
-        for page in pages:
-            if not self.run.binder.is_bound(page) and not self._editing[page.index]:
-                self.run.binder.blank(page)
-
-    def begin_edit(self, pages: list[Page]) -> None:
-        """Let parameters show writable frames, as `load_state_dict()` needs them."""
-        self.run.steps.drain(write=False)
-        for page in pages:
-            self._editing[page.index] += 1
-            if self._editing[page.index] == 1:
-                self.run.binder.show(page, self.run.writer.open(page).frame.tensor)
-
-    def end_edit(self, pages: list[Page]) -> None:
-        """Keep what was written to them."""
-        for page in pages:
-            self._editing[page.index] -= 1
-            if not self._editing[page.index]:
-                self.run.binder.blank(page)
-                self.run.writer.close(page)
 
     def optimizer_state(self, optimizer: int) -> dict[int, dict[str, Any]]:
         """Return an optimizer's state by position of the parameter, as views of mapped files."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -90,6 +91,7 @@ def build_pages(
     orders: dict[int, tuple[int, ...]],
     slice_bytes: int,
     codecs: list[StateCodec],
+    has_rest: Callable[[nn.Parameter], bool] | None = None,
 ) -> Build:
     """Lay out every parameter of `root`.
 
@@ -100,11 +102,14 @@ def build_pages(
         orders: Strides by `id` of a parameter, for parameters that hold placeholders now.
         slice_bytes: Length of an update slice in the weight plane.
         codecs: How the state of each optimizer is kept.
+        has_rest: Tells of a parameter that no optimizer trains whether its values have more than
+            bfloat16 holds; None where weights are not halves of fp32 masters.
 
     Raises:
         ConfigError: Code was compiled across units, or a parameter cannot be laid out.
     """
     refuse_compiled(root, units)
+    masters = has_rest is not None
     owner = _optimizer_of(root, optimizers)
     holders = _unit_sets(root, units)
     sorted_params: dict[tuple[tuple[int, ...], int | None], list[_Named]] = {}
@@ -122,8 +127,10 @@ def build_pages(
     for (holding, optimizer), named in sorted_params.items():
         index = len(layouts)
         packings = [n.packing for n in named if n.packing is not None]
+        if masters:
+            _check_halves(named)
         if packings:
-            _check_packable(named)
+            _check_packable(named, masters=masters)
         layouts.append(
             lay_out(
                 index,
@@ -131,6 +138,7 @@ def build_pages(
                 optimizer,
                 [(n.name, n.param, n.stride) for n in named],
                 packed=bool(packings),
+                halves=masters,
             )
         )
         members.append(
@@ -145,10 +153,15 @@ def build_pages(
             units[u].pages.append(index)
         if not holding:
             resident.append(index)
-    planner = StatePlanner(optimizers, codecs, slice_bytes)
+    planner = StatePlanner(optimizers, codecs, slice_bytes, masters=masters)
     pages = []
     for layout, mine in zip(layouts, members, strict=True):
-        state = planner.lay_out(layout, mine.params, mine.groups, mine.packings)
+        trained = layout.optimizer is not None
+        keeps = [
+            has_rest is not None and p.is_floating_point() and (trained or has_rest(p))
+            for p in mine.params
+        ]
+        state = planner.lay_out(layout, mine.params, mine.groups, mine.packings, keeps)
         pages.append(new_page(layout, state))
     formats = [page.state_layout.formats for page in pages]
     return Build(units, PageTable(pages, fingerprint(layouts, formats)), members, resident, codecs)
@@ -193,12 +206,22 @@ def _unit_sets(root: nn.Module, units: list[Unit]) -> dict[int, tuple[int, ...]]
     return {key: tuple(value) for key, value in holders.items()}
 
 
-def _check_packable(named: list[_Named]) -> None:
+def _check_halves(named: list[_Named]) -> None:
     for n in named:
-        if n.param.dtype != torch.float32:
+        if n.param.is_floating_point() and n.param.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"{n.name} is {n.param.dtype}; precision='bf16-true' keeps float32 masters of "
+                "float32 and bfloat16 parameters. Make it one of these, as by model.float()."
+            )
+
+
+def _check_packable(named: list[_Named], *, masters: bool) -> None:
+    for n in named:
+        if n.param.dtype != torch.float32 and not masters:
             raise ConfigError(
                 f"{n.name} is {n.param.dtype}; packed optimizer state is for float32 parameters. "
-                "Set optimizer_compression=False or 'lossless', or keep the parameter in float32."
+                "Set optimizer_compression=False or 'lossless', keep the parameter in float32, or "
+                "set precision='bf16-true', which keeps float32 masters."
             )
         if strided_span(tuple(n.param.shape), n.stride) != n.param.numel():
             raise ConfigError(

@@ -12,30 +12,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from mt_lightning.engine import birth, runtime
+from mt_lightning.engine.arrival import Arrival
 from mt_lightning.engine.attached import Attached
 from mt_lightning.engine.build import Build, build_pages
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.durability import wear_text
-from mt_lightning.engine.exchange import take_state
 from mt_lightning.engine.executor import Executor
 from mt_lightning.engine.facade import OptimizerFacade
 from mt_lightning.engine.hooks import Removable, attach_hooks
-from mt_lightning.engine.importing import (
-    create_files,
-    file_sizes,
-    forget_weights,
-    give_back,
-    give_birth,
-    import_weights,
-    take_planes,
-)
+from mt_lightning.engine.importing import create_files, file_sizes, take_planes
 from mt_lightning.engine.machine import Machine, check_disk, max_disk_bytes, ram_limit_bytes
+from mt_lightning.engine.masters.carried import Rests, carried_rests, named_rests
 from mt_lightning.engine.optimizer_state import export_state
 from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
@@ -52,7 +44,6 @@ from mt_lightning.engine.workspace import Workspace
 from mt_lightning.optim.codec import codec_for
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
-from mt_lightning.pages.table import Page
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +57,8 @@ class Engine:
         options: What the user set.
         slice_bytes: Length of an update slice in the weight plane.
         read_ahead: How many units are read ahead of the one that runs; None: as many as it takes.
+        masters: Whether weights are bfloat16, and the upper halves of fp32 masters that optimizers
+            step; else they are what the module has.
     """
 
     def __init__(
@@ -76,11 +69,13 @@ class Engine:
         *,
         slice_bytes: int = BLOCK_BYTES,
         read_ahead: int | None = None,
+        masters: bool = False,
     ) -> None:
         assert slice_bytes % ALIGN_BYTES == 0
         self.root = root
         self.machine = machine
         self.options = options
+        self.masters = masters
         self.plan: Plan | None = None
         self._slice_bytes = slice_bytes
         self._read_ahead = read_ahead
@@ -214,6 +209,7 @@ class Engine:
         self.machine.patience.begin()
         codecs = [codec_for(o, self.options.optimizer_compression) for o in optimizers]
         old = self._build if self._build is not None and self._build.knows(self.root) else None
+        rests = self._rests(old)
         if old is not None and not optimizers:
             build = old
         else:
@@ -225,6 +221,7 @@ class Engine:
                 self._unborn,
                 self._slice_bytes,
                 codecs,
+                (lambda p: p.dtype == torch.float32 or id(p) in rests) if self.masters else None,
             )
         plan = choose_plan(
             build,
@@ -276,8 +273,7 @@ class Engine:
         parking = Parking(build, self.machine.store)
         live = Attached(run, self.machine, self._stats, parking)
         self._facades = [OptimizerFacade(live, i, o) for i, o in enumerate(optimizers)]
-        imported: list[Page] = []
-        taken: list[dict[int, dict[str, Any]]] = []
+        arrival = Arrival(self.root, self.machine, live, parking, self._facades)
         try:
             # What a commit names is there already, and nothing else is.
             old_files = self._files if record is None else {}
@@ -285,30 +281,10 @@ class Engine:
             kept = ("weight", "state") if build is old else ("weight",) if same else ()
             create_files(self.machine.store, old_files, files, kept=kept)
             self._files = files
-            if record is not None:
-                forget_weights(run, build, imported)
-                self._unborn.clear()
-                birth.mark_born(self.root)
-            else:
-                parked = self._parking if same else None
-                import_weights(run, build, parked, self._unborn, imported)
-            if self._unborn:
-                give_birth(self.root, run, build, self._unborn)
-                self._unborn.clear()
-                birth.mark_born(self.root)
-            run.writer.flush()
-            for index, facade in enumerate(self._facades):
-                taken.append(facade.take())
-                # What an optimizer makes before its first step is no match for what was restored.
-                if taken[-1] and record is None:
-                    take_state(run, self.machine, index, taken[-1])
-            if record is None:
-                run.steps.commit_now(weights=True)
+            parked = self._parking if same else None
+            arrival.bring(self._unborn, parked, rests, resumed=record is not None)
         except BaseException:
-            run.worker.abandon()
-            give_back(run, build, parking, imported)
-            for facade, state in zip(self._facades, taken, strict=False):
-                facade.show(state)
+            arrival.undo()
             runtime.stop(run, self.machine)
             raise
         self.plan, self._build, self._parking, self._live = plan, build, parking, live
@@ -317,18 +293,36 @@ class Engine:
             log.info("%s", self._wear())
         self._install(run)
 
+    def _rests(self, old: Build | None) -> Rests:
+        """Return what parked parameters have beside their weights, from the fit before."""
+        if old is None or self._parking is None or not self.masters:
+            return {}
+        workspace = Workspace(self.machine.arena)
+        plain = PlainState(self.machine.store, self.machine.io, workspace)
+        return carried_rests(old, self._parking, plain)
+
+    def master_rests(self) -> dict[str, torch.Tensor]:
+        """Return by name what fp32 masters have beside their weights, as views of mapped files."""
+        if self._live is not None:
+            self._live.drain()
+        assert self._build is not None
+        workspace = Workspace(self.machine.arena)
+        plain = PlainState(self.machine.store, self.machine.io, workspace)
+        return named_rests(self._build, plain)
+
     def _install(self, run: Runtime) -> None:
         for index in run.build.resident:
             entry = run.pool.pin(run.build.table[index])
             entry.wait()
             run.resident.append(entry)
             run.binder.settle(entry.page, entry.frame.tensor)
+            self.live.masters.watch(entry.page, entry.frame)
         self._executors = [Executor(self.live, unit) for unit in run.build.units]
         for executor in self._executors:
             executor.attach()
         for facade in self._facades:
             facade.attach()
-        self._handles = attach_hooks(self.live, self.root, run.build)
+        self._handles = attach_hooks(self.live.outside, self.root, run.build)
 
     def detach(self, *, failed: bool = False) -> None:
         """Commit what is finished, let go of everything and park the parameters.

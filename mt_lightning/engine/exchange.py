@@ -8,7 +8,9 @@ from mt_lightning.engine.machine import Machine
 from mt_lightning.engine.optimizer_state import StateImporter, export_state
 from mt_lightning.engine.plain import AS_STORED, PlainState
 from mt_lightning.engine.runtime import Runtime
+from mt_lightning.engine.state_chunks import StateChunks
 from mt_lightning.engine.workspace import Workspace
+from mt_lightning.optim.codec import StateCodec
 
 
 def give_state(run: Runtime, machine: Machine, optimizer: int) -> dict[int, dict[str, Any]]:
@@ -30,13 +32,18 @@ def take_state(
         state: State by position of the parameter.
     """
     trained = run.steps.trained[optimizer]
-    importer = StateImporter(machine.store, machine.io, _workspace(run, machine), trained.codec)
+    importer = StateImporter(state_chunks(run, machine, trained.codec))
     by_place = {place: state.get(i, {}) for i, place in enumerate(trained.order)}
     for page in trained.pages:
         states = [by_place.get((page.index, i), {}) for i in range(len(page.layout.params))]
         run.updaters[0].touched |= importer.load(page, states)
     for updater in run.updaters:
         updater.forget()
+
+
+def state_chunks(run: Runtime, machine: Machine, codec: StateCodec) -> StateChunks:
+    """Return what reads and rewrites state planes that `codec` codes."""
+    return StateChunks(machine.store, machine.io, _workspace(run, machine), codec)
 
 
 def _workspace(run: Runtime, machine: Machine) -> Workspace:

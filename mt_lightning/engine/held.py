@@ -16,12 +16,14 @@ from mt_lightning.pages.table import PageTable
 log = logging.getLogger(__name__)
 
 
-def held_norm(held: PageGrads | None, param: int) -> torch.Tensor | None:
-    """Return the norm of a parameter's gradient, None where it got none."""
+def held_norm(
+    held: PageGrads | None, param: int, *, of_master: bool = False
+) -> torch.Tensor | None:
+    """Return the norm of a parameter's gradient, None where it got none; see `grad_norm_of`."""
     if held is None or not held.has(param):
         return None
     grad = held.ram[param]
-    return held.spill.norms[param] if grad is None else grad_norm_of(grad)
+    return held.spill.norms[param] if grad is None else grad_norm_of(grad, of_master=of_master)
 
 
 def held_norms(
@@ -31,7 +33,7 @@ def held_norms(
     norms, dtypes = [], []
     for index, param in trained.order:
         page = table[index]
-        norm = held_norm(gradients.held(page), param)
+        norm = held_norm(gradients.held(page), param, of_master=page.state_layout.has_masters)
         if norm is not None:
             norms.append(norm)
             dtypes.append(page.layout.params[param].dtype)

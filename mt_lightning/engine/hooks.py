@@ -53,9 +53,13 @@ def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[Removable]:
     for module in root.modules():
         own = [place[id(p)] for p in module.parameters(recurse=False)]
         pages = list({page.index: page for page in own if page.index not in resident}.values())
+        # What stays in RAM shows its weights anyway; of fp32 masters there is more to write.
+        loaded = {p.index: p for p in own if p in pages or p.state_layout.has_masters}
         handles.append(_show_hook(host, module, pages))
         if pages:
-            handles.extend(_state_dict_hooks(host, module, pages))
+            handles.append(_hide_hook(host, module, pages))
+        if loaded:
+            handles.extend(_load_hooks(host, module, list(loaded.values())))
     return handles
 
 
@@ -77,10 +81,14 @@ def _show_hook(host: Host, module: nn.Module, pages: list[Page]) -> RemovableHan
     return module.register_state_dict_pre_hook(before_save)
 
 
-def _state_dict_hooks(host: Host, module: nn.Module, pages: list[Page]) -> list[RemovableHandle]:
+def _hide_hook(host: Host, module: nn.Module, pages: list[Page]) -> RemovableHandle:
     def after_save(*_: Any) -> None:
         host.hide_pages(pages)
 
+    return module.register_state_dict_post_hook(after_save)
+
+
+def _load_hooks(host: Host, module: nn.Module, pages: list[Page]) -> list[RemovableHandle]:
     def before_load(*_: Any) -> None:
         host.begin_edit(pages)
 
@@ -88,7 +96,6 @@ def _state_dict_hooks(host: Host, module: nn.Module, pages: list[Page]) -> list[
         host.end_edit(pages)
 
     return [
-        module.register_state_dict_post_hook(after_save),
         module.register_load_state_dict_pre_hook(before_load),
         module.register_load_state_dict_post_hook(after_load),
     ]

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.masters.halves import fill_rest, ordered
 from mt_lightning.engine.plain import PlainState
+from mt_lightning.engine.state_chunks import StateChunks
 from mt_lightning.engine.trained import Trained
-from mt_lightning.engine.workspace import Workspace
 from mt_lightning.errors import ConfigError
-from mt_lightning.optim.codec import StateCodec
 from mt_lightning.pages.layout import ParamSpec
 from mt_lightning.pages.packed import PACKED_KEY
-from mt_lightning.pages.sizes import align_up
-from mt_lightning.pages.state import Segment, StateLayout, StatePart, StateTensor
+from mt_lightning.pages.state import (
+    MASTER_REST,
+    Chunk,
+    Segment,
+    StateLayout,
+    StatePart,
+    StateTensor,
+)
 from mt_lightning.pages.table import Page, ParamState
 from mt_lightning.tiers.arena import Frame
-from mt_lightning.tiers.io import IOQueue
-from mt_lightning.tiers.store import Store
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 _DESCRIPTION = ("shape", "stride", "format")
@@ -50,7 +53,7 @@ def export_state(build: Build, trained: Trained, plain: PlainState) -> dict[int,
             if tensor.param == param and tensor.key in small.present:
                 flat = mappings[index].tensor(tensor.offset, tensor.nbytes).view(tensor.dtype)
                 state[tensor.key] = flat.as_strided(tensor.shape, tensor.stride)
-        if page.state_layout.formats:
+        if page.state_layout.formats and PACKED_KEY in state:
             # As CompressedAdamW keeps it: records alone do not tell what they are the state of.
             spec = page.layout.params[param]
             format = page.state_layout.formats[param]
@@ -62,20 +65,11 @@ def export_state(build: Build, trained: Trained, plain: PlainState) -> dict[int,
 class StateImporter:
     """Writes optimizer state to pages: from a checkpoint, or from the optimizer itself."""
 
-    def __init__(
-        self,
-        store: Store,
-        io: IOQueue,
-        workspace: Workspace,
-        codec: StateCodec,
-    ) -> None:
-        self._store = store
-        self._io = io
-        self._workspace = workspace
-        self._codec = codec
+    def __init__(self, chunks: StateChunks) -> None:
+        self._chunks = chunks
 
     def load(self, page: Page, states: list[dict[str, Any]]) -> set[str]:
-        """Replace the state of one page.
+        """Replace the state of one page; rests of masters stay where none are given.
 
         Args:
             page: The page.
@@ -99,55 +93,35 @@ class StateImporter:
             large = {k for k, v in tensors.items() if v.dim() or k in (*known, *_MOMENTS)}
             _check_keys(spec, large, known, layout)
             values = {k: v for k, v in state.items() if k not in large}
-            if layout.formats and state:
+            if layout.formats and state.keys() - {MASTER_REST}:
                 _check_packed(spec, state, layout.tensors[i], layout.formats[i])
                 values = {k: v for k, v in values.items() if k not in _DESCRIPTION}
             values = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in values.items()}
+            large |= known & {MASTER_REST}
             small.append(ParamState(tuple(sorted(large)), values))
         touched = set()
         if page.state.nbytes and any(state.present for state in small):
-            slot = page.state.next_slot
-            name = f"{page.state.key}.{slot}"
-            self._store.prepare_write(name, page.state.nbytes)
-            page.state.advance(slot, *self._write(page, states, name))
-            touched.add(name)
-        page.small = small
-        return touched
 
-    def _write(
-        self, page: Page, states: list[dict[str, Any]], name: str
-    ) -> tuple[list[list[int]], list[int]]:
-        layout = page.state_layout
-        sums, lengths = [], []
-        with (
-            self._workspace.plain(layout.largest_chunk_bytes) as frame,
-            self._workspace.stream(layout.largest_slot_bytes)
-            if layout.slots
-            else nullcontext() as stream,
-        ):
-            for chunk in layout.chunks:
-                frame.tensor.zero_()
+            def change(chunk: Chunk, frame: Frame) -> None:
                 for segment in chunk.segments:
                     spec = page.layout.params[segment.param]
                     _fill(frame, spec, segment, states[segment.param], layout)
-                pieces = chunk.split(frame.memory)
-                if stream is not None:
-                    stream.tensor.zero_()
-                    length = 0
-                    if chunk.nbytes:
-                        # No name for the view: it would outlive the frame, which is given back.
-                        length = self._codec.encode(frame.tensor[: chunk.nbytes], stream.tensor)
-                    lengths.append(length)
-                    offset, _ = layout.slots[chunk.index]
-                    pieces = [(offset, stream.memory[: align_up(lengths[-1])])]
-                sums.append(list(self._io.write(name, pieces).wait().sums))
-        return sums, lengths
+
+            touched.add(self._chunks.rewrite(page, change, keeps=layout.has_masters))
+        page.small = small
+        return touched
 
 
 def _check_keys(spec: ParamSpec, found: set[str], known: set[str], layout: StateLayout) -> None:
     """Raise ConfigError when a parameter's state has tensors that the run does not keep."""
     if found <= known:
         return
+    if MASTER_REST in found - known:
+        raise ConfigError(
+            f"the optimizer state of {spec.name} holds the lower halves of fp32 masters, and this "
+            "run has none: it was saved with precision='bf16-true'. Set that, or go on from its "
+            "weights alone, which mt.save_masters and megatrain export --masters write in float32."
+        )
     if layout.formats or PACKED_KEY in found:
         raise ConfigError(
             f"the optimizer state of {spec.name} is {_form(found)}, and this run keeps it "
@@ -190,24 +164,29 @@ def _fill(
 ) -> None:
     for part in segment.parts:
         value = state.get(part.key)
-        if value is not None and layout.formats:
+        if part.key == MASTER_REST:
+            if value is not None:
+                _check_shape(value, spec.shape, spec)
+                fill_rest(frame, spec, segment, part, value)
+        elif value is None:
+            part.of(frame.tensor).zero_()
+        elif layout.formats:
             part.of(frame.tensor).copy_(value[part.first : part.first + part.nbytes])
-        elif value is not None:
+        else:
             part.of(frame.tensor).copy_(_flat(value, spec, segment, part))
 
 
-def _flat(value: torch.Tensor, spec: ParamSpec, segment: Segment, part: StatePart) -> torch.Tensor:
-    """Return what a segment keeps of `value`, 1-D and in the order of the page."""
-    expected = spec.shape if part.shape is None else part.shape
+def _check_shape(value: torch.Tensor, expected: tuple[int, ...], spec: ParamSpec) -> None:
     if tuple(value.shape) != tuple(expected):
         raise ConfigError(
             f"the optimizer state of {spec.name} has a tensor of shape {tuple(value.shape)} where "
             f"{tuple(expected)} is expected; it belongs to another model."
         )
-    if tuple(expected) == spec.shape and spec.dense:
-        if value.numel() and tuple(value.stride()) != spec.stride:
-            value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype).copy_(value)
-        flat = value.as_strided((value.numel(),), (1,))
-    else:
-        flat = value.reshape(-1)
+
+
+def _flat(value: torch.Tensor, spec: ParamSpec, segment: Segment, part: StatePart) -> torch.Tensor:
+    """Return what a segment keeps of `value`, 1-D and in the order of the page."""
+    expected = spec.shape if part.shape is None else part.shape
+    _check_shape(value, expected, spec)
+    flat = ordered(value, spec) if tuple(expected) == spec.shape else value.reshape(-1)
     return flat[segment.start : segment.stop] if part.shape is None else flat

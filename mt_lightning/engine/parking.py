@@ -87,6 +87,25 @@ class Parking:
                 changed.append(i)
         return changed
 
+    def different(self, page: Page) -> set[int]:
+        """Return the parameters of a parked page whose values are no longer those of its slot.
+
+        `changed` also names neighbours of what was written to.
+        """
+        changed = self.changed(page)
+        if not changed:
+            return set()
+        fresh = self._store.map_private(page.weight.file, 0, page.layout.nbytes)
+        params, specs = self._members[page.index].params, page.layout.params
+        return {i for i in changed if not _same_bytes(params[i].data, _view(fresh, specs[i]))}
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if (a.shape, a.dtype) != (b.shape, b.dtype):
+        return False
+    rows = [each.contiguous().reshape(-1).view(torch.uint8) for each in (a, b)]
+    return torch.equal(*rows)
+
 
 def _view(mapping: PrivateMapping, spec: ParamSpec) -> torch.Tensor:
     flat = mapping.tensor(spec.offset, spec.nbytes).view(spec.dtype)

@@ -8,11 +8,18 @@ from typing import Literal
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.durability import wear_rows
-from mt_lightning.engine.units import Unit
+from mt_lightning.engine.needs import (
+    beside_weights,
+    file_bytes,
+    loading_need,
+    longest_range,
+    master_bytes_of,
+    rest_bytes_of,
+    unit_need,
+)
 from mt_lightning.engine.worker import MAX_PENDING
 from mt_lightning.errors import BudgetError
 from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES, align_up
-from mt_lightning.pages.table import Page
 
 GIB = 1 << 30
 _STREAMING_CHUNKS = 3
@@ -72,6 +79,8 @@ class Plan:
         saves: Whether layer-major order moves fewer bytes as soon as a step has two micro-batches.
         usual_traffic: What a step reads and writes in the usual order.
         window_traffic: What it reads and writes in layer-major order.
+        rest_bytes: Of the state, what fp32 masters have beside their bfloat16 weights.
+        master_bytes: Room for the masters of what is updated, and for its fp32 gradients.
     """
 
     num_units: int
@@ -116,6 +125,8 @@ class Plan:
     saves: bool = False
     usual_traffic: tuple[int, int] = (0, 0)
     window_traffic: tuple[int, int] = (0, 0)
+    rest_bytes: int = 0
+    master_bytes: int = 0
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
@@ -126,6 +137,9 @@ class Plan:
         ]
         if self.kept_as and self.state_bytes:
             rows[1] = ("optimizer state", self.state_bytes, f"disk, two slots; {self.kept_as}")
+        if self.rest_bytes:
+            where_masters = "with the optimizer state; fp32 masters are joined for the update"
+            rows.append(("  of it lower halves of masters", self.rest_bytes, where_masters))
         if self.cached_state_bytes:
             rows.append(("  of it kept in RAM", self.cached_state_bytes, "RAM"))
         grads = "RAM, freed by the update behind backward"
@@ -218,15 +232,16 @@ def make_plan(
     if stream:
         # One plain chunk is stepped at a time; what is read ahead and written behind is coded.
         num_streams, num_ring = _STREAMING_CHUNKS, min(num_ring, 1)
-    staging = max((_longest_range(page) for page in trained), default=0)
+    staging = max((longest_range(page) for page in trained), default=0)
     num_staging = int(bool(trained))
     # Coded state of resident pages has a frame of its own: the worker may hold all others by then.
     inline = max(
         (p.state_layout.largest_slot_bytes for p in updated if p.index in build.resident), default=0
     )
-    files = _file_bytes(build)
+    files = file_bytes(build)
 
-    fixed = num_ring * chunk + num_streams * stream + inline + num_staging * staging
+    master_bytes = master_bytes_of(updated, build.resident)
+    fixed = master_bytes + num_ring * chunk + num_streams * stream + inline + num_staging * staging
     num_through = _NUM_THROUGH * trains
     fixed += num_through * _THROUGH_BYTES
     fixed += files if in_memory else 0
@@ -234,14 +249,21 @@ def make_plan(
     cached = []
     if trains:
         fixed += sum(2 * page.layout.grad_bytes for page in resident)
-        cached = [
-            (page.index, c.index) for page in resident for c in page.state_layout.chunks if c.nbytes
+        chunks = [
+            (page.index, chunk)
+            for page in resident
+            if page.layout.optimizer is not None
+            for chunk in page.state_layout.chunks
         ]
-        fixed += sum(align_up(c.nbytes) for page in resident for c in page.state_layout.chunks)
+        cached = [(index, chunk.index) for index, chunk in chunks if chunk.nbytes]
+        fixed += sum(align_up(chunk.nbytes) for _, chunk in chunks)
     if layer_major:
         # Each micro-batch's gradient of a parameter lies beside the sum of those before it.
         fixed += max((s.nbytes for page in trained for s in page.layout.params), default=0)
-    needs = [(_unit_need(unit, build, trains), unit.name) for unit in build.units]
+    needs = [
+        (max(unit_need(unit, build, trains), loading_need(unit, build)), unit.name)
+        for unit in build.units
+    ]
     need, largest = max(needs, default=(0, "parameters outside units"))
     minimum = fixed + need
     if ram_limit_bytes < minimum:
@@ -284,7 +306,7 @@ def make_plan(
     # A pass finds what the turn before it left in RAM; the rest is read. At a turn, RAM also holds
     # what the unit there needs beside its weights.
     turns = [build.units[0], build.units[-1]] if build.units else []
-    left = [spare + need - cached_bytes - _beside_weights(unit, build, trains) for unit in turns]
+    left = [spare + need - cached_bytes - beside_weights(unit, build, trains) for unit in turns]
     absent = sum(max(0, weights - max(0, bytes_left)) for bytes_left in left)
 
     def moved(num_sweeps: int) -> tuple[int, int]:
@@ -337,44 +359,13 @@ def make_plan(
         saves=moved(2) != moved(1),
         usual_traffic=usual_traffic,
         window_traffic=window_traffic,
+        rest_bytes=rest_bytes_of(build),
+        master_bytes=master_bytes,
         durability=durability,
         keeps_weights=keeps_weights,
         commit_bytes=updated_bytes * keeps_weights + int(share * kept_bytes),
         in_ram=room >= 0 and not spilled and len(cached) == num_chunks,
     )
-
-
-def _longest_range(page: Page) -> int:
-    """Bytes of gradients that pass through RAM at once on their way from or to disk."""
-    if page.state_layout.sliced and page.state_layout.chunks:
-        return page.state_layout.longest_range_bytes
-    return min(BLOCK_BYTES, page.layout.nbytes)
-
-
-def _file_bytes(build: Build) -> int:
-    """Count the bytes of all files but those of spilled gradients."""
-    slots = {page.index: 1 if page.layout.optimizer is None else 2 for page in build.table}
-    weights = sum(slots[page.index] * page.layout.nbytes for page in build.table)
-    return weights + sum(2 * page.state_layout.nbytes for page in build.table)
-
-
-def _unit_need(unit: Unit, build: Build, trains: bool) -> int:
-    """Bytes that must be in RAM at once while `unit` runs, backward included."""
-    mine = [build.table[index] for index in unit.pages]
-    need = sum(page.layout.nbytes for page in mine)
-    if not trains:
-        return need
-    need += sum(page.layout.grad_bytes for page in mine if len(page.layout.units) == 1)
-    for page in build.table:
-        uses = len(page.layout.units)
-        if uses > 1:
-            # Autograd holds one partial gradient for each use that its backward has passed.
-            need += page.layout.grad_bytes * (uses if page.index in unit.pages else uses - 1)
-    return need
-
-
-def _beside_weights(unit: Unit, build: Build, trains: bool) -> int:
-    return _unit_need(unit, build, trains) - _unit_need(unit, build, trains=False)
 
 
 def _too_small(limit: int, minimum: int, unit: str) -> BudgetError:

@@ -123,6 +123,7 @@ def start(
         cached[page, chunk] = frame(build.table[page].state_layout.chunks[chunk].nbytes)
     for index in resident:
         budget.reserve(2 * build.table[index].layout.grad_bytes, "gradients")
+    budget.reserve(plan.master_bytes, "masters")
     range_bytes = min(slice_bytes, BLOCK_BYTES)
     check = SelfCheck()
     spiller = Spiller(machine.store, machine.io, stats, staging, range_bytes)

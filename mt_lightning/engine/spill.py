@@ -76,7 +76,8 @@ class Spiller:
         if measure:
             for i, grad in enumerate(grads.ram):
                 if grad is not None:
-                    spill.norms[i] = grad_norm_of(grad)
+                    masters = page.state_layout.has_masters
+                    spill.norms[i] = grad_norm_of(grad, of_master=masters)
                     spill.finite &= all_finite(grad)
         only_on_disk = any(grads.ram[i] is None for i in spill.present)
         for start, stop in self._ranges(page):

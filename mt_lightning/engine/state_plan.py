@@ -9,12 +9,13 @@ from torch import nn
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.optim.codec import StateCodec
+from mt_lightning.optim.masters import REST_DTYPE
 from mt_lightning.optim.shadow import check_separable, probe_state
 from mt_lightning.optim.support import is_elementwise
-from mt_lightning.pages.layout import PageLayout
+from mt_lightning.pages.layout import PageLayout, ParamSpec
 from mt_lightning.pages.packed import Packing, packed_state
-from mt_lightning.pages.sizes import BLOCK_BYTES
-from mt_lightning.pages.state import StateLayout, sliced_state, whole_state
+from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
+from mt_lightning.pages.state import MASTER_REST, StateLayout, sliced_state, whole_state
 
 _PROBE_NUMEL = 3
 
@@ -28,7 +29,8 @@ class StatePlanner:
     Args:
         optimizers: The user's optimizers.
         codecs: How the state of each is kept.
-        slice_bytes: Length of an update slice in the weight plane.
+        slice_bytes: Length of an update slice in the weight plane, were it of fp32.
+        masters: Whether weights are halves of fp32 masters, which the optimizers step.
     """
 
     def __init__(
@@ -36,10 +38,14 @@ class StatePlanner:
         optimizers: list[torch.optim.Optimizer],
         codecs: list[StateCodec],
         slice_bytes: int,
+        *,
+        masters: bool = False,
     ) -> None:
         self._optimizers = optimizers
         self._codecs = codecs
-        self._slice_bytes = slice_bytes
+        self._masters = masters
+        # As many elements as without masters.
+        self._slice_bytes = max(ALIGN_BYTES, slice_bytes // 2) if masters else slice_bytes
         self._probes: dict[Any, dict[str, Any]] = {}
         self._made: dict[Any, StateLayout] = {}
 
@@ -49,6 +55,7 @@ class StatePlanner:
         params: list[nn.Parameter],
         groups: list[int],
         packings: list[Packing],
+        keeps_rest: list[bool],
     ) -> StateLayout:
         """Lay out the state plane of one page.
 
@@ -57,9 +64,10 @@ class StatePlanner:
             params: Its parameters, in its order.
             groups: The param group of each.
             packings: How the state of each is packed; empty where it is not.
+            keeps_rest: Whether there are fp32 masters of each, whose rests are kept.
         """
         if layout.optimizer is None:
-            return StateLayout(True, (), (), 0)
+            return self._rests_alone(layout, keeps_rest)
         if packings:
             key = (_places(layout), tuple(packings))
             if key not in self._made:
@@ -68,6 +76,9 @@ class StatePlanner:
         optimizer, codec = self._optimizers[layout.optimizer], self._codecs[layout.optimizer]
         sliced = is_elementwise(optimizer) and all(spec.dense for spec in layout.params)
         found = self._found(layout, optimizer, params, groups, sliced)
+        for spec, state, keeps in zip(layout.params, found, keeps_rest, strict=True):
+            if keeps:
+                state[MASTER_REST] = torch.empty(spec.shape, dtype=REST_DTYPE, device="meta")
         kept = tuple(
             tuple((name, value.shape, value.dtype) for name, value in state.items())
             for state in found
@@ -78,6 +89,25 @@ class StatePlanner:
             coded = codec.coded and state.plain_bytes
             self._made[key] = state.coded(codec.longest) if coded else state
         return self._made[key]
+
+    def _rests_alone(self, layout: PageLayout, keeps_rest: list[bool]) -> StateLayout:
+        if not any(keeps_rest):
+            return StateLayout(True, (), (), 0)
+        key = (_places(layout), tuple(keeps_rest))
+        if key not in self._made:
+            if all(spec.dense for spec in layout.params):
+                kept = [{MASTER_REST: REST_DTYPE} if keeps else {} for keeps in keeps_rest]
+                made = sliced_state(layout, kept, self._slice_bytes)
+            else:
+                pairs = zip(layout.params, keeps_rest, strict=True)
+                rests = [{MASTER_REST: (s.shape, REST_DTYPE)} if k else {} for s, k in pairs]
+                made = whole_state(layout, rests, BLOCK_BYTES)
+            self._made[key] = made
+        return self._made[key]
+
+    def _dtype(self, spec: ParamSpec) -> torch.dtype:
+        """Return the dtype of what the optimizer steps."""
+        return torch.float32 if self._masters and spec.dtype.is_floating_point else spec.dtype
 
     def _found(
         self,
@@ -92,17 +122,18 @@ class StatePlanner:
         for param, group, spec in zip(params, groups, layout.params, strict=True):
             # Without dimensions a moment cannot be told from a step count.
             given = optimizer.state.get(param) if spec.shape else None
-            if given:
-                state = given
+            if given and given.keys() != {MASTER_REST}:
+                state = {k: self._as_stepped(v, spec) for k, v in given.items()}
             else:
                 shape = (_PROBE_NUMEL,) if sliced else spec.shape
-                key = (layout.optimizer, group, shape, spec.dtype)
+                dtype = self._dtype(spec)
+                key = (layout.optimizer, group, shape, dtype)
                 if key not in self._probes:
                     self._probes[key] = {
                         name: value.to("meta")
                         if isinstance(value, torch.Tensor) and value.dim()
                         else value
-                        for name, value in probe_state(optimizer, group, shape, spec.dtype).items()
+                        for name, value in probe_state(optimizer, group, shape, dtype).items()
                     }
                     if not type(optimizer).__module__.startswith("torch.optim."):
                         check_separable(optimizer, group, len(spec.shape))
@@ -111,10 +142,19 @@ class StatePlanner:
                 {
                     k: v
                     for k, v in state.items()
-                    if isinstance(v, torch.Tensor) and v.dim() and v.numel()
+                    if isinstance(v, torch.Tensor) and v.dim() and v.numel() and k != MASTER_REST
                 }
             )
         return found
+
+    def _as_stepped(self, value: Any, spec: ParamSpec) -> Any:
+        """Return state in the dtype it has once a master was stepped; its values do not matter."""
+        halves = self._dtype(spec) != spec.dtype
+        if halves and isinstance(value, torch.Tensor) and value.dtype == spec.dtype:
+            return torch.empty_strided(
+                value.shape, value.stride(), dtype=torch.float32, device="meta"
+            )
+        return value
 
     def _plain(
         self,
@@ -124,11 +164,13 @@ class StatePlanner:
         sliced: bool,
     ) -> StateLayout:
         if sliced and all(
-            value.numel() in (spec.numel, _PROBE_NUMEL) and value.dtype == spec.dtype
+            value.numel() in (spec.numel, _PROBE_NUMEL) and value.dtype == self._dtype(spec)
             for spec, state in zip(layout.params, found, strict=True)
-            for value in state.values()
+            for key, value in state.items()
+            if key != MASTER_REST
         ):
-            return sliced_state(layout, [tuple(state) for state in found], self._slice_bytes)
+            kept = [{key: value.dtype for key, value in state.items()} for state in found]
+            return sliced_state(layout, kept, self._slice_bytes)
         shapes = [{k: (tuple(v.shape), v.dtype) for k, v in state.items()} for state in found]
         if sliced:
             raise ConfigError(

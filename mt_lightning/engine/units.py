@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from mt_lightning.errors import ConfigError
@@ -123,7 +124,13 @@ def _rest(path: str, module: nn.Module, chosen: dict[int, str], seen: set[int]) 
         own = any(True for _ in _bare(child).parameters(recurse=False))
         runs = type(_bare(child)).forward is not nn.Module.forward
         if own and runs and not holds_layers:
-            if sum(p.numel() * p.element_size() for p in child.parameters()) >= RESIDENT_BYTES:
+            if sum(_nbytes(param) for param in child.parameters()) >= RESIDENT_BYTES:
                 chosen[id(child)] = child_path
         else:
             _rest(child_path, child, chosen, seen)
+
+
+def _nbytes(param: nn.Parameter) -> int:
+    """Count bfloat16 as fp32: what becomes halves of masters is the same units in the next fit."""
+    halved = param.dtype == torch.bfloat16
+    return param.numel() * (torch.float32.itemsize if halved else param.element_size())

@@ -16,6 +16,7 @@ import torch
 
 from mt_lightning.engine.build import Members
 from mt_lightning.engine.gradients import PageGrads, flat
+from mt_lightning.engine.masters.halves import Half
 from mt_lightning.engine.spill import Spiller
 from mt_lightning.engine.state_stream import Loaded, StateStream, Stored, settle
 from mt_lightning.engine.trained import Trained
@@ -24,7 +25,7 @@ from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import Clip, all_finite
 from mt_lightning.optim.shadow import Hyper, Target
 from mt_lightning.pager.pool import PoolEntry
-from mt_lightning.pages.state import Chunk, Segment
+from mt_lightning.pages.state import MASTER_REST, Chunk, Segment
 from mt_lightning.pages.table import Page, ParamState
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import IOQueue
@@ -253,6 +254,7 @@ class Updater:
         packed = bool(page.state_layout.formats)
         staged = self._spiller.stage(page, job.grads, chunk)
         targets: list[Target] = []
+        halves: list[Half] = []
         done: list[tuple[Segment, dict[str, torch.Tensor]]] = []
         for segment in chunk.segments:
             grad = self._grad_of(job, segment, chunk, staged)
@@ -265,12 +267,15 @@ class Updater:
             else:
                 param = spec.view(plane)
             tensors = self._state_views(page, segment, loaded.frame, before)
+            if MASTER_REST in tensors:
+                halves.append(Half(param, tensors.pop(MASTER_REST)))
+                param, grad = halves[-1].master(), grad.float()
             state = {
                 **{
                     k: v.clone() if isinstance(v, torch.Tensor) else v
                     for k, v in before.values.items()
                 },
-                **{key: tensors[key] for key in before.present},
+                **{key: tensors[key] for key in before.present if key != MASTER_REST},
             }
             if packed:
                 state = {**state, **tensors}
@@ -282,8 +287,13 @@ class Updater:
             job.clip.apply([target.grad for target in targets])
             olds = [t.param.clone() for t in targets] if self.checking is not None else None
             after = job.trained.stepper.step(job.hyper, targets)
+            for half, target in zip(halves, targets, strict=bool(halves)):
+                half.take(target.param)
             for (segment, tensors), state in zip(done, after, strict=True):
-                small[segment.param] = _keep(page.layout.params[segment.param].name, state, tensors)
+                kept = _keep(page.layout.params[segment.param].name, state, tensors)
+                if halves:
+                    kept = ParamState((*kept.present, MASTER_REST), kept.values)
+                small[segment.param] = kept
             if olds is not None:
                 self._check(page, done, olds, targets)
         if staged is not None:

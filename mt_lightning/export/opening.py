@@ -10,6 +10,7 @@ from typing import Any
 
 from mt_lightning.engine.committed import open_committed
 from mt_lightning.errors import ConfigError
+from mt_lightning.export.masters import MasterWeights, rests_in
 from mt_lightning.export.run_weights import RunWeights
 from mt_lightning.export.weights import TensorWeights, Weights
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
@@ -35,8 +36,12 @@ class Opened:
 
 
 @contextmanager
-def opened(sources: Sequence[Path]) -> Iterator[Opened]:
+def opened(sources: Sequence[Path], *, masters: bool = False) -> Iterator[Opened]:
     """Open one checkpoint file, or all directories of one run; no run may change them meanwhile.
+
+    Args:
+        sources: The file or the directories.
+        masters: Whether weights that are halves of fp32 masters are opened as these.
 
     Raises:
         ConfigError: They are neither, or a run uses them.
@@ -46,6 +51,11 @@ def opened(sources: Sequence[Path]) -> Iterator[Opened]:
     for source in sources:
         if not source.exists():
             raise ConfigError(f"{source} does not exist; give a checkpoint or a run's directory.")
+    if masters and any(source.is_dir() for source in sources):
+        raise ConfigError(
+            "masters are read from a checkpoint, not from the pages of a run: give one that the "
+            "run saved, or resume it and call mt.save_masters(trainer, path)."
+        )
     if all(source.is_dir() for source in sources):
         with shared(sources), closing(RunWeights(run := open_committed(sources))) as weights:
             known = weights.description
@@ -60,7 +70,9 @@ def opened(sources: Sequence[Path]) -> Iterator[Opened]:
     state_dict = checkpoint.get("state_dict") if isinstance(checkpoint, dict) else None
     if not isinstance(state_dict, Mapping) or not state_dict:
         raise ConfigError(f"{sources[0]} holds no state_dict: it is no checkpoint of Lightning.")
-    weights = TensorWeights(state_dict, private=True)
+    weights: Weights = TensorWeights(state_dict, private=True)
+    if masters:
+        weights = MasterWeights(weights, rests_in(checkpoint))
     yield _opened(weights, checkpoint.get("global_step"), checkpoint.get(MODELS_KEY), checkpoint)
 
 

@@ -9,9 +9,18 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
-def grad_norm_of(grad: torch.Tensor, norm_type: float = 2.0) -> torch.Tensor:
-    """Return the norm of one gradient, as `clip_grad_norm_` takes it before combining (0-D)."""
-    return torch._foreach_norm([grad], norm_type)[0]  # pyright: ignore[reportPrivateImportUsage]
+def grad_norm_of(
+    grad: torch.Tensor, norm_type: float = 2.0, *, of_master: bool = False
+) -> torch.Tensor:
+    """Return the norm of one gradient, as `clip_grad_norm_` takes it before combining (0-D).
+
+    Args:
+        grad: The gradient.
+        norm_type: Order of the norm.
+        of_master: Whether the norm is that of the gradient in float32.
+    """
+    dtype = torch.float32 if of_master else None
+    return torch._foreach_norm([grad], norm_type, dtype=dtype)[0]  # pyright: ignore[reportPrivateImportUsage]
 
 
 def total_norm(

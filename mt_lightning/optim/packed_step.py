@@ -41,7 +41,7 @@ class PackedStepper:
         for target in targets:
             group = hyper.groups[target.group]
             before = target.state.get("step")
-            step = torch.zeros(()) if before is None else before
+            step = torch.zeros((), dtype=torch.float32) if before is None else before
             step = step + 1
             count, packing = int(step), self._packings[target.position]
             adamw_step(

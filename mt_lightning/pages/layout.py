@@ -145,6 +145,7 @@ def lay_out(
     named: list[tuple[str, torch.Tensor, tuple[int, ...]]],
     *,
     packed: bool = False,
+    halves: bool = False,
 ) -> PageLayout:
     """Place parameters one after the other.
 
@@ -155,13 +156,15 @@ def lay_out(
         named: Name, tensor (only its metadata is read) and strides of each parameter.
         packed: Whether its optimizer state is packed: parameters of some size then begin where the
             update may be cut.
+        halves: Whether floating point weights are the bfloat16 halves of fp32 masters.
     """
     specs, offset = [], 0
     for name, tensor, stride in named:
         shape = tuple(tensor.shape)
-        if packed and tensor.numel() * tensor.element_size() >= _LEAST_CUT_BYTES:
+        dtype = torch.bfloat16 if halves and tensor.is_floating_point() else tensor.dtype
+        if packed and tensor.numel() * dtype.itemsize >= _LEAST_CUT_BYTES:
             offset = align_up(offset)
-        spec = ParamSpec(name, shape, stride, tensor.dtype, offset, strided_span(shape, stride))
+        spec = ParamSpec(name, shape, stride, dtype, offset, strided_span(shape, stride))
         specs.append(spec)
         offset = align_up(offset + spec.nbytes, PARAM_ALIGN_BYTES)
     return PageLayout(index, units, optimizer, tuple(specs))

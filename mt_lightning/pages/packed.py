@@ -4,18 +4,26 @@
 A packed format keeps the state of a parameter as one string of bytes that can be cut at certain
 elements only: at multiples of a grain, whose bytes are a multiple of 4096. Chunks are therefore cut
 at grains of one large parameter, or between parameters that begin at multiples of 4096 bytes; small
-parameters share a chunk. The bytes of one parameter are contiguous on disk.
+parameters share a chunk. The bytes of one parameter are contiguous on disk. Where weights are the
+halves of fp32 masters, the rests lie behind all packed state and mirror the weight plane.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from mt_lightning.pages.layout import PageLayout, ParamSpec
 from mt_lightning.pages.sizes import ALIGN_BYTES, align_up
-from mt_lightning.pages.state import Chunk, Segment, StateLayout, StatePart, StateTensor
+from mt_lightning.pages.state import (
+    MASTER_REST,
+    Chunk,
+    Segment,
+    StateLayout,
+    StatePart,
+    StateTensor,
+)
 
 _STATE_ALIGN_BYTES = 64
 """The state of each parameter begins at a multiple of this."""
@@ -56,17 +64,39 @@ def packed_state(layout: PageLayout, packings: list[Packing], slice_bytes: int) 
     """Lay out packed state.
 
     Args:
-        layout: The page; its parameters are float32 and dense.
+        layout: The page; its parameters are dense, and float32 or bfloat16 halves of masters.
         packings: How the state of each is packed.
         slice_bytes: What a chunk should cover of the weight plane; it is longer where one grain is.
     """
     maker = _Maker(slice_bytes)
     for i, (spec, packing) in enumerate(zip(layout.params, packings, strict=True)):
-        assert spec.dtype == torch.float32
+        assert spec.dtype in (torch.float32, torch.bfloat16)
         maker.add(i, spec, packing)
     chunks, tensors, nbytes = maker.finish(layout.nbytes)
+    if any(spec.dtype == torch.bfloat16 for spec in layout.params):
+        chunks = tuple(_with_rests(chunk, layout, nbytes) for chunk in chunks)
+        tensors += tuple(
+            StateTensor(i, MASTER_REST, s.shape, s.stride, torch.int16, nbytes + s.offset)
+            for i, s in enumerate(layout.params)
+        )
+        nbytes += layout.nbytes
     formats = tuple(packing.format for packing in packings)
     return StateLayout(True, tensors, chunks, nbytes, formats)
+
+
+def _with_rests(chunk: Chunk, layout: PageLayout, behind: int) -> Chunk:
+    """Return a chunk with the rests of its masters, which begin at byte `behind` of the plane."""
+    assert chunk.start % ALIGN_BYTES == chunk.stop % ALIGN_BYTES == 0
+    size = torch.int16.itemsize
+    segments = []
+    for segment in chunk.segments:
+        spec = layout.params[segment.param]
+        at = chunk.nbytes + spec.offset + segment.start * size - chunk.start
+        nbytes = (segment.stop - segment.start) * size
+        part = StatePart(MASTER_REST, torch.int16, None, segment.start * size, nbytes, at)
+        segments.append(replace(segment, parts=(*segment.parts, part)))
+    piece = (behind + chunk.start, chunk.stop - chunk.start)
+    return replace(chunk, pieces=(*chunk.pieces, piece), segments=tuple(segments))
 
 
 class _Maker:
@@ -93,15 +123,17 @@ class _Maker:
         offset = self._offset + self._inside
         shape = (packing.nbytes,)
         self._tensors.append(StateTensor(param, PACKED_KEY, shape, (1,), torch.uint8, offset))
+        size = spec.dtype.itemsize
         numel = packing.grain_numel
-        step = max(1, self._slice_bytes // (4 * numel)) * numel
+        assert numel * size % ALIGN_BYTES == 0
+        step = max(1, self._slice_bytes // (size * numel)) * numel
         # Only a parameter that begins a chunk can be cut: its state then lies at multiples of 4096.
         if self._segments or spec.numel <= step:
             step = max(1, spec.numel)
         for start in range(0, max(1, spec.numel), step):
             stop = min(start + step, spec.numel)
             if start:
-                self._close(spec.offset + 4 * start)
+                self._close(spec.offset + size * start)
             self._append(param, start, stop, spec, packing)
 
     def _append(self, param: int, start: int, stop: int, spec: ParamSpec, packing: Packing) -> None:

@@ -8,6 +8,11 @@ written in slices of a few MiB, while each state tensor is still contiguous on d
 mapped. A page whose optimizer needs whole tensors has one chunk per group of whole parameters
 instead.
 
+[Note: masters]
+Where weights are the bfloat16 halves of fp32 masters, the other halves are one more state tensor of
+each parameter, `MASTER_REST`. State of other width than the weights has wider sections: chunk c
+covers the same elements of each.
+
 [Note: coded planes]
 A coded plane holds each chunk as a stream of varying length, in a slot that is long enough for the
 worst case. What is in RAM is laid out as without coding.
@@ -23,6 +28,9 @@ import torch
 
 from mt_lightning.pages.layout import PageLayout, ParamSpec
 from mt_lightning.pages.sizes import align_up
+
+MASTER_REST = "master_rest"
+"""The name of what fp32 masters have beside the bfloat16 weights, among optimizer state."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,24 @@ class StateLayout:
         return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
 
     @cached_property
+    def rest_params(self) -> dict[int, tuple[str, ...]]:
+        """The parameters whose weights are halves of fp32 masters, and the key of the rest."""
+        return {t.param: (MASTER_REST,) for t in self.tensors if t.key == MASTER_REST}
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the weights of some parameter are halves of fp32 masters."""
+        return bool(self.rest_params)
+
+    @cached_property
+    def master_bytes(self) -> int:
+        """Bytes of masters and fp32 gradients that the largest chunk has while it is updated."""
+        if not self.has_masters:
+            return 0
+        numel = max(sum(s.stop - s.start for s in chunk.segments) for chunk in self.chunks)
+        return 2 * torch.float32.itemsize * numel
+
+    @cached_property
     def num_kept(self) -> int:
         """How many chunks hold state."""
         return sum(bool(chunk.nbytes) for chunk in self.chunks)
@@ -184,34 +210,67 @@ class StateLayout:
         return replace(self, slots=tuple(slots))
 
 
-def sliced_state(layout: PageLayout, keys: list[tuple[str, ...]], slice_bytes: int) -> StateLayout:
+def sliced_state(
+    layout: PageLayout, kept: list[dict[str, torch.dtype]], slice_bytes: int
+) -> StateLayout:
     """Lay out the state of an element-wise optimizer.
 
     Args:
         layout: The page.
-        keys: For each parameter, the names of its state tensors (shape and dtype of the parameter).
+        kept: For each parameter, name and dtype of each of its state tensors, which have its shape.
         slice_bytes: Length of a chunk in the weight plane, a multiple of 4096.
     """
-    sections = tuple(dict.fromkeys(key for names in keys for key in names))
-    plane = layout.nbytes
+    sections = _sections(layout, kept)
     tensors = [
-        StateTensor(
-            i, key, spec.shape, spec.stride, spec.dtype, sections.index(key) * plane + spec.offset
-        )
+        StateTensor(i, key, spec.shape, spec.stride, dtype, sections[key].place(spec.offset))
         for i, spec in enumerate(layout.params)
-        for key in keys[i]
+        for key, dtype in kept[i].items()
     ]
     chunks = []
-    for index, start in enumerate(range(0, plane, slice_bytes)):
-        stop = min(start + slice_bytes, plane)
-        pieces = tuple((k * plane + start, stop - start) for k in range(len(sections)))
+    for index, start in enumerate(range(0, layout.nbytes, slice_bytes)):
+        stop = min(start + slice_bytes, layout.nbytes)
+        pieces = tuple((s.place(start), s.width * (stop - start)) for s in sections.values())
         segments = tuple(
-            _segment(i, spec, start, stop, keys[i], sections)
+            _segment(i, spec, start, stop, kept[i], sections)
             for i, spec in enumerate(layout.params)
             if _overlaps(spec, start, stop)
         )
         chunks.append(Chunk(index, start, stop, pieces, segments))
-    return StateLayout(True, tuple(tensors), tuple(chunks), plane * len(sections))
+    total = layout.nbytes * sum(section.width for section in sections.values())
+    return StateLayout(True, tuple(tensors), tuple(chunks), total)
+
+
+@dataclass(frozen=True)
+class _Section:
+    """A part of the state plane that mirrors the weight plane.
+
+    Attributes:
+        offset: Its first byte, as a multiple of the weight plane's length.
+        plane: That length.
+        width: Bytes of state beside each byte of weights.
+    """
+
+    offset: int
+    plane: int
+    width: int
+
+    def place(self, at: int) -> int:
+        """Return where the state of a byte of the weight plane begins."""
+        return self.offset * self.plane + self.width * at
+
+
+def _sections(layout: PageLayout, kept: list[dict[str, torch.dtype]]) -> dict[str, _Section]:
+    widths: dict[str, int] = {}
+    for spec, state in zip(layout.params, kept, strict=True):
+        for key, dtype in state.items():
+            width, odd = divmod(dtype.itemsize, spec.dtype.itemsize)
+            assert width == widths.setdefault(key, width), (spec.name, key)
+            assert not odd, (spec.name, key)
+    sections: dict[str, _Section] = {}
+    for key, width in widths.items():
+        offset = sum(section.width for section in sections.values())
+        sections[key] = _Section(offset, layout.nbytes, width)
+    return sections
 
 
 def _overlaps(spec: ParamSpec, start: int, stop: int) -> bool:
@@ -226,8 +285,8 @@ def _segment(
     spec: ParamSpec,
     start: int,
     stop: int,
-    keys: tuple[str, ...],
-    sections: tuple[str, ...],
+    kept: dict[str, torch.dtype],
+    sections: dict[str, _Section],
 ) -> Segment:
     size = spec.dtype.itemsize
     first = max(0, (start - spec.offset) // size)
@@ -235,11 +294,12 @@ def _segment(
     inside = spec.offset + first * size - start
     length = stop - start
 
-    def part(key: str) -> StatePart:
-        at = sections.index(key) * length + inside
-        return StatePart(key, spec.dtype, None, first * size, max(0, last - first) * size, at)
+    def part(key: str, dtype: torch.dtype) -> StatePart:
+        section, size = sections[key], dtype.itemsize
+        at = section.offset * length + section.width * inside
+        return StatePart(key, dtype, None, first * size, max(0, last - first) * size, at)
 
-    return Segment(param, first, last, tuple(part(key) for key in keys))
+    return Segment(param, first, last, tuple(part(key, dtype) for key, dtype in kept.items()))
 
 
 def whole_state(

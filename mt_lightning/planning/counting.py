@@ -24,8 +24,9 @@ _FREE = frozenset(
 class Fakes:
     """Gives a model's parameters and buffers fake tensors for a while."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, halves: bool = False) -> None:
         self._model = model
+        self._halves = halves
         self.tensors: list[Tensor] = []
         self._swapped: list[tuple[dict[str, Any], str, Any]] = []
         self._made: dict[int, Tensor] = {}
@@ -40,7 +41,9 @@ class Fakes:
     def _make(self, tensor: Tensor) -> None:
         if id(tensor) in self._made:
             return
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        halved = self._halves and isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+        dtype = torch.bfloat16 if halved else tensor.dtype
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype, device="cpu")
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             self.tensors.append(fake)

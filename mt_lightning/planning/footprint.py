@@ -3,8 +3,9 @@
 [Note: what is compared] "In memory" is what a program holds that keeps everything in the memory of
 its accelerators: weights, gradients, the state of the optimizer, and what autograd saves with
 checkpointing of every layer. In bf16 it has bf16 weights and gradients, and fp32 masters with the
-optimizer, as mixed precision usually has. On pages, bf16 means that products are computed in bf16;
-the weights on pages are the fp32 masters themselves.
+optimizer, as mixed precision usually has. On pages, bf16-mixed means that products are computed in
+bf16; the weights on pages are the fp32 masters themselves. With bf16-true the weights on pages are
+bf16 as well, and what the masters have beside them lies with the optimizer state.
 """
 
 from __future__ import annotations

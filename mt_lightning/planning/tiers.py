@@ -109,7 +109,8 @@ def lay_out(model: Model, training: Training) -> Build:
     """Lay out the pages, as a run would."""
     optimizer = training.make_optimizer(model.root)
     codec = codec_for(optimizer, training.options.optimizer_compression)
-    return build_pages(model.root, model.units, [optimizer], {}, BLOCK_BYTES, [codec])
+    has_rest = (lambda param: True) if training.keeps_masters else None
+    return build_pages(model.root, model.units, [optimizer], {}, BLOCK_BYTES, [codec], has_rest)
 
 
 def place(build: Build, training: Training, machine: Machine) -> Plan:
@@ -246,6 +247,7 @@ def ram_items(
         + plan.streams_bytes
         + plan.num_staging * plan.staging_bytes
         + plan.num_through * plan.through_bytes
+        + plan.master_bytes
     )
     at_work = plan.min_ram_bytes - fixed
     rest = {

@@ -12,7 +12,7 @@ from torch import nn
 from mt_lightning.engine.options import Options
 from mt_lightning.errors import ConfigError
 
-PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16"}
+PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16"}
 """Precisions, and the dtype that matrix products take in each."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -32,7 +32,7 @@ class Training:
         batch_size: Sequences of a micro-batch.
         sequence_length: Tokens of a sequence.
         accumulate_grad_batches: Micro-batches of a step.
-        precision: "32-true" or "bf16-mixed".
+        precision: "32-true", "bf16-mixed" or "bf16-true".
         optimizer: One of `OPTIMIZERS`.
         clips_norm: Whether gradients are clipped by their norm: updates then wait for all of them.
         num_checkpoints: Linked checkpoints that are kept beside the run.
@@ -86,6 +86,11 @@ class Training:
     def dtype(self) -> str:
         """The dtype of matrix products."""
         return PRECISIONS[self.precision]
+
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether weights are the bfloat16 halves of fp32 masters."""
+        return self.precision == "bf16-true"
 
     @property
     def schedule(self) -> str:

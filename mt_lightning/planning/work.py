@@ -130,6 +130,7 @@ def count_work(
     run: Run,
     *,
     autocast: bool,
+    halves: bool = False,
     head: nn.Module | None = None,
     chunk_bytes: int = 0,
 ) -> ModelWork:
@@ -139,7 +140,8 @@ def count_work(
         model: The model, on meta.
         units: Its units.
         run: Runs it and returns its loss, or anything that holds tensors.
-        autocast: Whether matrix products run in bfloat16.
+        autocast: Whether matrix products run in bfloat16 on float32 weights.
+        halves: Whether the weights are bfloat16.
         head: The unit whose result, the logits, exists in chunks only; None where there is none.
         chunk_bytes: Bytes of such a chunk.
 
@@ -148,7 +150,7 @@ def count_work(
     """
     counter, spy = Counter(), _Spy(units, head, chunk_bytes)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        made = Fakes(model)
+        made = Fakes(model, halves=halves)
         spy.weights = {id(t.untyped_storage()): None for t in made.tensors}
         spy.storages = [t.untyped_storage() for t in made.tensors]
         with made, spy.watching(counter), _autocast(autocast), counter, torch.enable_grad():

@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from typing_extensions import override
 
 from mt_lightning.engine.engine import Engine
@@ -16,21 +17,32 @@ from mt_lightning.errors import ConfigError
 from mt_lightning.tiers.ledger import COMPUTE
 from mt_lightning.tiers.spans import Span
 
-SUPPORTED = ("32-true", "bf16-mixed")
+SUPPORTED = ("32-true", "bf16-mixed", "bf16-true")
+_HALF = "bf16-true"
+_FLOAT16 = ("16-true", "16-mixed")
 
 
 class MegaTrainPrecision(Precision):
     """Precision plugin of `strategy="megatrain"`.
 
     Args:
-        precision: "32-true" (full fp32) or "bf16-mixed" (fp32 weights, autocast to bf16).
+        precision: "32-true" (full fp32), "bf16-mixed" (fp32 weights, autocast to bf16) or
+            "bf16-true" (bf16 weights and gradients; the optimizer steps fp32 masters of them).
 
     Raises:
         ConfigError: The precision is not supported.
     """
 
-    def __init__(self, precision: Literal["32-true", "bf16-mixed"] = "32-true") -> None:
+    def __init__(
+        self, precision: Literal["32-true", "bf16-mixed", "bf16-true"] = "32-true"
+    ) -> None:
         super().__init__()
+        if precision in _FLOAT16:
+            raise ConfigError(
+                f"precision={precision!r} is not supported by strategy='megatrain': float16 ends "
+                "at 65504 and loses small gradients without a loss scaler. Use 'bf16-true', of the "
+                "same size, or 'bf16-mixed'."
+            )
         if precision not in SUPPORTED:
             raise ConfigError(
                 f"precision={precision!r} is not supported by strategy='megatrain' in this "
@@ -51,7 +63,7 @@ class MegaTrainPrecision(Precision):
             return cls()
         if isinstance(plugin, cls):
             return plugin
-        if type(plugin) in (Precision, MixedPrecision):
+        if type(plugin) in (Precision, MixedPrecision, HalfPrecision):
             return cls(plugin.precision)  # type: ignore[arg-type]
         raise ConfigError(
             f"precision plugin {type(plugin).__name__} (precision={plugin.precision!r}) is not "
@@ -64,11 +76,26 @@ class MegaTrainPrecision(Precision):
         """Send clipping to `engine` from now on."""
         self._engine = engine
 
+    @property
+    def keeps_masters(self) -> bool:
+        """Whether weights are the upper halves of fp32 masters."""
+        return self.precision == _HALF
+
+    @override
+    def convert_input(self, data: Any) -> Any:
+        """Cast floating point inputs to the dtype of the weights, as Lightning does."""
+        if not self.keeps_masters:
+            return data
+        return apply_to_collection(data, torch.Tensor, _as_bfloat16)
+
     @override
     @contextmanager
     def forward_context(self) -> Iterator[None]:  # type: ignore[override]
-        """Autocast for bf16-mixed; its cache is off as in Lightning, it would hold every weight."""
-        if self.precision == "32-true":
+        """Autocast for bf16-mixed; its cache is off as in Lightning, it would hold every weight.
+
+        The default dtype stays what it is: all threads share it, and updates run meanwhile.
+        """
+        if self.precision != "bf16-mixed":
             yield
         else:
             with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
@@ -104,3 +131,7 @@ class MegaTrainPrecision(Precision):
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         trained = [t.optimizer for t in self._engine.live.run.steps.trained]
         return self._engine, next(i for i, candidate in enumerate(trained) if candidate is inner)
+
+
+def _as_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16() if tensor.is_floating_point() else tensor

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 _CALLBACKS = {
     "StochasticWeightAveraging": "it keeps a second copy of all weights in RAM",
@@ -57,6 +62,24 @@ def _refuse_lost(trainer: pl.Trainer, num_lost: int) -> None:
             f"the last fit failed and its pages went back to the last commit: they are {num_lost} "
             f"step(s) behind the loops of this trainer, which are at step {trainer.global_step}. "
             "Make a new Trainer with on_existing='resume', or give ckpt_path."
+        )
+
+
+def tell_of_halves(model: torch.nn.Module, precision: str) -> None:
+    """Warn where weights are bfloat16 and nothing keeps what small updates add to them."""
+    halves = [
+        name
+        for name, param in model.named_parameters()
+        if param.requires_grad and param.dtype == torch.bfloat16
+    ]
+    if halves and precision != "bf16-true":
+        log.warning(
+            "%d parameter(s) are bfloat16 and precision is %r: the optimizer steps them in "
+            "bfloat16, where small updates are lost, as with plain Lightning. Set precision="
+            "'bf16-true' to keep fp32 masters, or load them as float32. The first: %s",
+            len(halves),
+            precision,
+            halves[0],
         )
 
 

@@ -35,6 +35,13 @@ def output_of(workplace: Path) -> Path:
     return folder
 
 
+def test_precision_is_that_of_the_trainer(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["train", *TINY, "trainer.max_steps=1", "trainer.precision=bf16-true"]) == 0
+    assert "lower halves of masters" in capsys.readouterr().out
+
+
 def test_train_a_text_of_ones_own(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (workplace / "my.txt").write_text("all work and no play makes jack a dull boy\n" * 100)
     arguments = [

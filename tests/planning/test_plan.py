@@ -86,6 +86,28 @@ def test_a_run_takes_the_plan_that_was_made_without_weights(
     assert tiers_of(build, planned, None, training, machine).disk_bytes == disk_bytes
 
 
+@pytest.mark.parametrize("form", [False, "lossless", True])
+def test_a_run_with_masters_takes_the_plan_that_was_made(tmp_path: Path, form: bool | str) -> None:
+    options = Options(max_ram_gb=0.03, optimizer_compression=form)
+    training = Training(precision="bf16-true", options=options)
+    machine, model = find_machine("rtx4090"), on_meta()
+    build = lay_out(model, training)
+    planned = place(build, training, machine)
+    root = llama()
+    directory = str(tmp_path / "pages")
+    engine = Engine(root, open_machine([directory], "error"), options, masters=True)
+    engine.prepare()
+    engine.attach([training.make_optimizer(root)], schedule=training.schedule, micro_batches=1)
+    ran = engine.plan
+    engine.detach()
+    engine.machine.close()
+    assert ran is not None
+    changed = {"directories": ran.directories, "order_reason": ran.order_reason}
+    assert dataclasses.replace(planned, **changed) == ran
+    numel = sum(p.numel() for p in root.parameters())
+    assert planned.rest_bytes == planned.grad_bytes == 2 * numel
+
+
 def test_what_cannot_fit_is_refused_in_under_a_second_without_being_run() -> None:
     model = find_model("1T-A32B")
 
@@ -244,7 +266,7 @@ def test_costs(found: Answer) -> None:
         ({"batch_size": 0}, "batch_size=0"),
         ({"sequence_length": -5}, "sequence_length=-5"),
         ({"accumulate_grad_batches": 1.5}, "accumulate_grad_batches=1.5"),
-        ({"precision": "bf16-true"}, "precision='bf16-true'"),
+        ({"precision": "16-true"}, "precision='16-true'"),
         ({"optimizer": "lion"}, "optimizer='lion'"),
         ({"num_checkpoints": -1}, "num_checkpoints=-1"),
         ({"options": Options(layer_major=True)}, "accumulate_grad_batches"),

@@ -76,7 +76,8 @@ def _work(model: Model, training: Training, chunk_bytes: int) -> ModelWork:
             model.root,
             model.units,
             run,
-            autocast=training.dtype == "bfloat16",
+            autocast=training.precision == "bf16-mixed",
+            halves=training.keeps_masters,
             head=language.get_output_embeddings(),
             chunk_bytes=chunk_bytes,
         )

@@ -15,7 +15,7 @@ from transformers import TrainerState
 
 from mt_lightning.huggingface.trainer.flow import Flow
 from mt_lightning.huggingface.trainer.module import TrainerModule
-from mt_lightning.strategy import grad_norm
+from mt_lightning.plugins.grad_norm import grad_norm
 
 
 class FitEvents(Callback):

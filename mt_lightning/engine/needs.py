@@ -1,0 +1,68 @@
+"""Bytes that a run needs at once, in RAM and on disk, by unit and by page."""
+
+from __future__ import annotations
+
+from mt_lightning.engine.build import Build
+from mt_lightning.engine.units import Unit
+from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.pages.state import MASTER_REST
+from mt_lightning.pages.table import Page
+
+
+def longest_range(page: Page) -> int:
+    """Bytes of gradients that pass through RAM at once on their way from or to disk."""
+    if page.state_layout.sliced and page.state_layout.chunks:
+        return page.state_layout.longest_range_bytes
+    return min(BLOCK_BYTES, page.layout.nbytes)
+
+
+def master_bytes_of(updated: list[Page], resident: list[int]) -> int:
+    """Bytes of fp32 masters and gradients at once: the worker's, and of pages that stay in RAM."""
+    needs = {False: 0, True: 0}
+    for page in updated:
+        stays = page.index in resident
+        needs[stays] = max(needs[stays], page.state_layout.master_bytes)
+    # What changes in those is found by a copy of their weights.
+    seen = sum(
+        p.layout.nbytes for p in updated if p.index in resident and p.state_layout.has_masters
+    )
+    return sum(needs.values()) + seen
+
+
+def rest_bytes_of(build: Build) -> int:
+    """Bytes of what fp32 masters have beside their bfloat16 weights."""
+    tensors = (t for page in build.table for t in page.state_layout.tensors)
+    return sum(tensor.nbytes for tensor in tensors if tensor.key == MASTER_REST)
+
+
+def file_bytes(build: Build) -> int:
+    """Count the bytes of all files but those of spilled gradients."""
+    slots = {page.index: 1 if page.layout.optimizer is None else 2 for page in build.table}
+    weights = sum(slots[page.index] * page.layout.nbytes for page in build.table)
+    return weights + sum(2 * page.state_layout.nbytes for page in build.table)
+
+
+def unit_need(unit: Unit, build: Build, trains: bool) -> int:
+    """Bytes that must be in RAM at once while `unit` runs, backward included."""
+    mine = [build.table[index] for index in unit.pages]
+    need = sum(page.layout.nbytes for page in mine)
+    if not trains:
+        return need
+    need += sum(page.layout.grad_bytes for page in mine if len(page.layout.units) == 1)
+    for page in build.table:
+        uses = len(page.layout.units)
+        if uses > 1:
+            # Autograd holds one partial gradient for each use that its backward has passed.
+            need += page.layout.grad_bytes * (uses if page.index in unit.pages else uses - 1)
+    return need
+
+
+def loading_need(unit: Unit, build: Build) -> int:
+    """Bytes that must be in RAM at once while a page is written to as fp32 masters."""
+    mine = [build.table[index] for index in unit.pages]
+    return max((3 * p.layout.nbytes for p in mine if p.state_layout.has_masters), default=0)
+
+
+def beside_weights(unit: Unit, build: Build, trains: bool) -> int:
+    """Bytes of them beside the weights."""
+    return unit_need(unit, build, trains) - unit_need(unit, build, trains=False)

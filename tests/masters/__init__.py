@@ -1,0 +1,1 @@
+"""Training on bfloat16 weights with fp32 masters."""

@@ -8,8 +8,9 @@ import torch
 
 from mt_lightning.engine.build import Build
 from mt_lightning.optim.codec import StateCodec
+from mt_lightning.optim.loop_step import stepper_for
 from mt_lightning.optim.packed_step import PackedStepper
-from mt_lightning.optim.shadow import Hyper, Shadow, Stepper
+from mt_lightning.optim.shadow import Hyper, Stepper
 from mt_lightning.pages.table import Page
 
 
@@ -41,5 +42,5 @@ def trained_by(index: int, optimizer: torch.optim.Optimizer, build: Build) -> Tr
         for page, param in order
         for packing in build.members[page].packings[param : param + 1]
     ]
-    stepper = PackedStepper(optimizer, packings) if packings else Shadow(optimizer)
+    stepper = PackedStepper(optimizer, packings) if packings else stepper_for(optimizer)
     return Trained(optimizer, build.codecs[index], stepper, pages, order)

@@ -18,14 +18,20 @@ from rich.progress import Progress
 from rich.table import Table
 
 from mt_lightning.optim import lossless
+from mt_lightning.optim.loop_step import stepper_for
 from mt_lightning.optim.packed.formats import FORMATS
 from mt_lightning.optim.packed.place import Place
 from mt_lightning.optim.packed.random import key
 from mt_lightning.optim.packed.records import FP32, Format
 from mt_lightning.optim.packed.scalars import AdamScalars
 from mt_lightning.optim.packed.update import adamw_step
+from mt_lightning.optim.shadow import Target, snapshot
 
 FUSED = "torch fused"
+LOOP = "torch"
+"""AdamW without `fused=True`, which goes through memory once for each of its operations."""
+ONE_PASS = "one pass"
+"""What takes its place on pages, to the same bits."""
 LOSSLESS = "lossless"
 _GROUP = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 1e-2}
 _CHUNK_NUMEL = 1 << 20
@@ -114,7 +120,9 @@ def _contestants(numel: int) -> dict[str, tuple[Callable[[], object], float]]:
     """Return what to run for each form, and the bytes it moves per parameter."""
     weights_and_gradient = 12.0
     result: dict[str, tuple[Callable[[], object], float]] = {
-        FUSED: (_Fused(numel).run, weights_and_gradient + 16)
+        FUSED: (_Torch(numel, fused=True).run, weights_and_gradient + 16),
+        LOOP: (_Torch(numel, fused=False).run, weights_and_gradient + 16),
+        ONE_PASS: (_OnePass(numel).run, weights_and_gradient + 16),
     }
     for format in FORMATS.values():
         packed = _Packed(numel, format)
@@ -140,15 +148,34 @@ def _place(numel: int) -> Place:
     return Place(numel, _WIDTH, 2)
 
 
-class _Fused:
-    def __init__(self, numel: int) -> None:
+class _Torch:
+    def __init__(self, numel: int, *, fused: bool) -> None:
         self._param = torch.nn.Parameter(torch.randn(numel))
         self._param.grad = _gradient(numel)
-        self._optimizer = torch.optim.AdamW([self._param], fused=True)
+        self._optimizer = torch.optim.AdamW([self._param], fused=fused)
         self._optimizer.step()
 
     def run(self) -> None:
         self._optimizer.step()
+
+
+class _OnePass:
+    """Steps slices as pages do."""
+
+    def __init__(self, numel: int) -> None:
+        param, grad = torch.randn(numel), _gradient(numel)
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(param)])
+        self._stepper, self._hyper = stepper_for(optimizer), snapshot(optimizer)
+        self._targets = [
+            Target(param[i : i + _CHUNK_NUMEL], grad[i : i + _CHUNK_NUMEL], 0, {}, first=i)
+            for i in range(0, numel, _CHUNK_NUMEL)
+        ]
+        self.run()
+        self.run()
+
+    def run(self) -> None:
+        for target in self._targets:
+            (target.state,) = self._stepper.step(self._hyper, [target])
 
 
 class _Packed:

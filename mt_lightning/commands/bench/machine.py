@@ -46,7 +46,8 @@ def measure(
     ]
     threads = torch.get_num_threads()
     speeds = adamw.measure(num_params, [threads], _NUM_ROUNDS, progress)
-    updates = {_form(speed.name): speed.params_per_s for speed in speeds}
+    beside = (adamw.LOOP, adamw.ONE_PASS)  # the state of both is raw, as that of the fused one
+    updates = {_form(s.name): s.params_per_s for s in speeds if s.name not in beside}
     fused = next(speed for speed in speeds if speed.name == adamw.FUSED)
     memory_bytes_per_s = fused.params_per_s * fused.bytes_per_param / fused.share_of_roof
     return MachineProfile(

@@ -138,6 +138,20 @@ def prefetch(typingctx: Any, pointer: Any) -> Any:
 
 
 @intrinsic
+def call_root(typingctx: Any, function: Any, numel: Any, start: Any, mode: Any) -> Any:
+    """Call `function(numel, start, start, mode)`, a C function at this address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function, numel, start, mode = args
+        kind = ir.FunctionType(ir.VoidType(), [numel.type, start.type, start.type, mode.type])
+        target = builder.inttoptr(function, kind.as_pointer())
+        builder.call(target, [numel, start, start, mode])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, start, types.int64), codegen
+
+
+@intrinsic
 def copy_bytes(typingctx: Any, target: Any, source: Any, num_bytes: Any) -> Any:
     """Copy between two pointers of any type, which need not be aligned."""
 

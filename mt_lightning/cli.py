@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mt_lightning.commands.bench import add_bench_parser, run_bench
+from mt_lightning.commands.completion import asks_for_completion, completed_command
 from mt_lightning.commands.data import show_data
 from mt_lightning.commands.doctor import diagnose
 from mt_lightning.commands.export import add_export_parser, run_export
@@ -29,10 +30,13 @@ from mt_lightning.commands.settings import (
     CONFIG_NAME,
     VERSION_BASE,
     complete_arguments,
+    group_choices,
     settings_directory,
 )
+from mt_lightning.commands.stages import STAGES, run_stage
 from mt_lightning.commands.train import train
 from mt_lightning.commands.verify import add_verify_parser, run_verify
+from mt_lightning.commands.words import nearest
 from mt_lightning.errors import MegaTrainError
 
 TRACEBACK_VARIABLE = "MT_TRACEBACK"
@@ -56,9 +60,8 @@ examples:
   megatrain train strategy.offload_dir=/mnt/nvme/run1 resume=true   go on after an interruption
   megatrain train strategy=auto                          plain Lightning, to compare
 
-groups: model (smollm2, tiny, hf), data (shakespeare, text, chat, completion, dataset),
-  strategy (megatrain, auto), optimizer (adamw, sgd, adafactor), trainer (default, smoke),
-  callbacks (default, report, none), logger (csv, none), experiment (tiny_sgd)
+groups and their choices:
+{groups}
 
 Any argument of the chosen classes can be set. Hydra's flags work too:
   --cfg job        show the settings of the run and stop
@@ -86,10 +89,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after `megatrain`; None means those of this process.
     """
-    parser = _parser()
+    parser, names = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
-    options, rest = parser.parse_known_args(given)
     try:
+        if asks_for_completion(given):
+            return _complete_line(given, names)
+        _check_command(parser, names, given)
+        if given and given[0] in STAGES:  # LightningCLI reads all that follows
+            return run_stage(given[0], given[1:])
+        options, rest = parser.parse_known_args(given)
         if options.command in _TOOLS:
             if rest:
                 parser.error(f"{options.command} does not take {' '.join(rest)}")
@@ -99,7 +107,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 parser.error(f"data does not take {' '.join(rest)}")
             return _data(options.row, options.overrides)
         # Flags of Hydra and overrides may be mixed: take them all as they were written.
-        return _train(options.command, given[given.index(options.command) + 1 :])
+        return _train(options.command, given[1:])
     except KeyboardInterrupt:
         print("megatrain: interrupted", file=sys.stderr)
         return _EXIT_INTERRUPTED
@@ -110,12 +118,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     parser = argparse.ArgumentParser(prog="megatrain", description=_DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    groups = "\n".join(f"  {name}: {', '.join(found)}" for name, found in group_choices().items())
+    train_help = _TRAIN_HELP.format(groups=groups)
     for name, summary, text in (
-        ("demo", "fine-tune a real language model in half a gigabyte", _DEMO_HELP + _TRAIN_HELP),
-        ("train", "train with settings of your own", _TRAIN_HELP),
+        ("demo", "fine-tune a real language model in half a gigabyte", _DEMO_HELP + train_help),
+        ("train", "train with settings of your own", train_help),
     ):
         command = commands.add_parser(
             name,
@@ -135,6 +145,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     data.add_argument("--row", type=int, default=0, help="which training row (default: 0)")
     data.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
+    for name, summary in STAGES.items():
+        commands.add_parser(name, help=summary, add_help=False)
     doctor = commands.add_parser("doctor", help="check memory, drive, limits and versions")
     doctor.add_argument(
         "--dir", type=Path, default=Path(), help="where pages would lie (default: here)"
@@ -144,7 +156,31 @@ def _parser() -> argparse.ArgumentParser:
     add_export_parser(commands)
     add_plan_parser(commands)
     add_verify_parser(commands)
-    return parser
+    return parser, list(commands.choices)
+
+
+def _check_command(
+    parser: argparse.ArgumentParser, names: Sequence[str], given: Sequence[str]
+) -> None:
+    """End with a sentence where the first word is not a command."""
+    if not given or given[0] in names or given[0] in ("-h", "--help"):
+        return
+    first = next((word for word in given if word in names), None)
+    if first is not None:
+        rest = [word for word in given if word != first]
+        parser.error(f"the command comes first: megatrain {first} {' '.join(rest)}")
+    meant = nearest(given[0], names)
+    hint = f"did you mean {meant}?" if meant else f"commands are {', '.join(names)}."
+    parser.error(f"{given[0]!r} is no command; {hint}")
+
+
+def _complete_line(words: Sequence[str], names: Sequence[str]) -> int:
+    found = completed_command(words, names)
+    if found is None:
+        _run_hydra("", lambda settings: None, words)
+    else:
+        print(found)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -199,7 +235,7 @@ def _run_hydra(command: str, task: Any, arguments: Sequence[str]) -> None:
     """Let Hydra read the arguments as if they were those of the process."""
     before = sys.argv
     full_error = os.environ.get("HYDRA_FULL_ERROR")
-    sys.argv = [f"megatrain {command}", *arguments]
+    sys.argv = [f"megatrain {command}".strip(), *arguments]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # raise errors instead of printing and exiting
     try:
         hydra.main(

@@ -8,7 +8,6 @@ argument there, handed to Hydra as `++trainer.accumulate_grad_batches=4`.
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +17,16 @@ from hydra import compose, initialize_config_dir
 from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import MissingConfigException
 from hydra.utils import get_object
 from omegaconf import MISSING, DictConfig, OmegaConf
 
+from mt_lightning.commands.words import nearest, sort_words
 from mt_lightning.errors import ConfigError
 
 CONFIG_NAME = "config"
 VERSION_BASE = "1.3"
+_SEARCH_PATH = "hydra.searchpath"
 _PACKAGE = Path(__file__).parent.parent
 
 
@@ -39,8 +41,14 @@ def settings_directory() -> Path:
     )
 
 
+def group_choices() -> dict[str, list[str]]:
+    """Return the groups of `conf/`, each with its choices."""
+    folders = sorted(path for path in settings_directory().iterdir() if path.is_dir())
+    return {folder.name: sorted(path.stem for path in folder.glob("*.yaml")) for folder in folders}
+
+
 def complete_arguments(arguments: Sequence[str]) -> list[str]:
-    """Rewrite the overrides of a Hydra command line so that all settings can be set.
+    """Rewrite a Hydra command line so that all settings can be set, in any order.
 
     See [Note: Settings that are not written].
 
@@ -48,20 +56,18 @@ def complete_arguments(arguments: Sequence[str]) -> list[str]:
         arguments: flags and overrides, as Hydra takes them.
 
     Raises:
-        ConfigError: if a setting is not an argument of the class that it would go to.
-        HydraException: if an override cannot be parsed, or names a group choice that is not there.
+        ConfigError: if a word is no setting, or a setting is not known where it would go to.
+        HydraException: if an override cannot be parsed.
     """
-    overrides = list(get_args_parser().parse_args(list(arguments)).overrides)
+    groups = group_choices()
+    flags, overrides = sort_words(arguments, groups)
     parsed = OverridesParser.create().parse_overrides(overrides)
-    plain = [item for item in parsed if _is_plain_value(item)]
-    if not plain:
-        return list(arguments)
-    groups = {path.name for path in settings_directory().iterdir() if path.is_dir()}
-    choices = [str(item.input_line) for item in parsed if item.key_or_group in groups]
-    with initialize_config_dir(str(settings_directory()), version_base=VERSION_BASE):
-        settings = compose(CONFIG_NAME, overrides=_first_choices(choices))
-    completed = {str(item.input_line): _complete(item, settings) for item in plain}
-    return [completed.get(argument, argument) for argument in arguments]
+    plain = [item for item in parsed if _is_plain_value(item, groups)]
+    if not parsed:
+        return flags
+    settings = _compose(parsed, groups, flags)
+    completed = {str(item.input_line): _complete(item, settings, groups) for item in plain}
+    return [*flags, *(completed.get(word, word) for word in overrides)]
 
 
 def check_complete(settings: DictConfig, path: str = "") -> None:
@@ -91,8 +97,34 @@ def _missing_keys(node: Any, path: str) -> Iterator[str]:
             yield from _missing_keys(value, f"{path}.{key}" if path else str(key))
 
 
-def _is_plain_value(override: Override) -> bool:
-    return override.type is OverrideType.CHANGE and "." in override.key_or_group
+def _is_plain_value(override: Override, groups: Mapping[str, Sequence[str]]) -> bool:
+    name = override.key_or_group
+    known = name in groups or name.partition(".")[0] == "hydra"
+    return override.type is OverrideType.CHANGE and not known and "/" not in name
+
+
+def _compose(
+    parsed: Sequence[Override], groups: Mapping[str, Sequence[str]], flags: Sequence[str]
+) -> DictConfig:
+    """Compose the settings that are written, with the chosen groups."""
+    choices = [str(item.input_line) for item in parsed if item.key_or_group in groups]
+    searched = [str(item.input_line) for item in parsed if item.key_or_group == _SEARCH_PATH]
+    extra = get_args_parser().parse_args(list(flags)).config_dir
+    if extra is not None:
+        searched.append(f"{_SEARCH_PATH}=[file://{Path(extra).absolute()}]")
+    with initialize_config_dir(str(settings_directory()), version_base=VERSION_BASE):
+        try:
+            return compose(CONFIG_NAME, overrides=[*searched, *_first_choices(choices)])
+        except MissingConfigException as error:
+            group, _, choice = str(error.missing_cfg_file).rpartition("/")
+            options = list(error.options or [])
+            meant = nearest(choice, options)
+            if not meant:
+                raise
+            raise ConfigError(
+                f"{group}={choice}: there is no such choice; did you mean {group}={meant}? Those "
+                f"of {group} are {', '.join(options)}."
+            ) from None
 
 
 def _first_choices(choices: Sequence[str]) -> list[str]:
@@ -100,10 +132,12 @@ def _first_choices(choices: Sequence[str]) -> list[str]:
     return [choice.split(",")[0] for choice in choices if "[" not in choice and "{" not in choice]
 
 
-def _complete(override: Override, settings: DictConfig) -> str:
+def _complete(override: Override, settings: DictConfig, groups: Mapping[str, Sequence[str]]) -> str:
     line = str(override.input_line)
-    parent_key, _, name = override.key_or_group.rpartition(".")
-    parent = OmegaConf.select(settings, parent_key, throw_on_missing=False)
+    name = override.key_or_group
+    _check_known(name, settings, groups)
+    parent_key, _, name = name.rpartition(".")
+    parent = OmegaConf.select(settings, parent_key, throw_on_missing=False) if parent_key else None
     if not isinstance(parent, DictConfig) or name in parent or "_target_" not in parent:
         return line
     target = str(parent._target_)
@@ -111,11 +145,27 @@ def _complete(override: Override, settings: DictConfig) -> str:
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
     if name in parameters or takes_any:
         return f"++{line}"
-    close = difflib.get_close_matches(name, parameters, n=1)
-    hint = (
-        f"did you mean {parent_key}.{close[0]}?" if close else f"it takes {', '.join(parameters)}."
-    )
+    meant = nearest(name, parameters)
+    hint = f"did you mean {parent_key}.{meant}?" if meant else f"it takes {', '.join(parameters)}."
     raise ConfigError(f"{override.key_or_group}: {target} has no setting {name!r}; {hint}")
+
+
+def _check_known(name: str, settings: DictConfig, groups: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError where a part of the name is not written, and cannot be an argument."""
+    node: Any = settings
+    path = ""
+    for part in name.split("."):
+        if not isinstance(node, DictConfig) or "_target_" in node:
+            return
+        if part not in node:
+            known = sorted({*map(str, node), *([] if path else groups)})
+            meant = nearest(part, known)
+            hint = f"did you mean {path}{meant}?" if meant else f"known are {', '.join(known)}."
+            raise ConfigError(
+                f"{name}: there is no setting {path + part!r}; {hint} To add one, write +{name}=..."
+            )
+        node = None if OmegaConf.is_missing(node, part) else node[part]
+        path += f"{part}."
 
 
 def _parameters(target: str) -> Mapping[str, inspect.Parameter]:

@@ -158,7 +158,7 @@ def test_hydra_flags_pass_through(capsys: pytest.CaptureFixture[str]) -> None:
         (["strategy.max_ram=1"], "did you mean strategy.max_ram_gb?"),
         (["strategy.max_ram_gb=-1"], "max_ram_gb=-1"),
         (["strategy.max_ram_gb=0.0001"], "The smallest that works is max_ram_gb=0.0"),
-        (["foo=1"], "Could not override 'foo'"),
+        (["foo=1"], "there is no setting 'foo'; known are "),
         (["model=nope"], "Could not find 'model/nope'"),
         (["model=hf"], "need a value for model.model."),
         (["data.sequence_length=1"], "data.sequence_length=1 is too small"),

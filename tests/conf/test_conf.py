@@ -133,11 +133,32 @@ def test_other_arguments_are_left_alone() -> None:
         "+trainer.fast_dev_run=true",
         "~callbacks.progress",
         "samples.max_new_tokens=3",
-        "nonsense=1",
-        "--cfg",
-        "job",
+        "+nonsense=1",
+        "hydra.job.name=other",
     ]
     assert complete_arguments(given) == given
+
+
+def test_flags_and_settings_may_be_mixed() -> None:
+    given = ["model=tiny", "--cfg", "job", "trainer.max_steps=2", "-p", "model"]
+    flags = ["--cfg", "job", "-p", "model"]
+    assert complete_arguments(given) == [*flags, "model=tiny", "trainer.max_steps=2"]
+
+
+def test_a_plus_before_a_group_is_allowed() -> None:
+    assert complete_arguments(["+experiment=tiny_sgd"]) == ["experiment=tiny_sgd"]
+    assert complete_arguments(["-m", "+experiment=tiny_sgd,null"])[1] == "experiment=tiny_sgd,null"
+
+
+def test_choices_of_ones_own_folder_are_found(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")
+    given = ["experiment=mine", "trainer.max_epochs=2"]
+    expected = ["experiment=mine", "++trainer.max_epochs=2"]
+    flag = ["--config-dir", str(tmp_path)]
+    assert complete_arguments([*flag, *given]) == [*flag, *expected]
+    path = f"hydra.searchpath=[file://{tmp_path}]"
+    assert complete_arguments([path, *given]) == [path, *expected]
 
 
 def test_groups_decide_which_arguments_there_are() -> None:
@@ -160,6 +181,16 @@ def test_groups_decide_which_arguments_there_are() -> None:
         (["strategy.max_ram=1"], r"no setting 'max_ram'; did you mean strategy\.max_ram_gb\?"),
         (["strategy._link=1"], "no setting '_link'"),
         (["optimizer=sgd", "optimizer.betas=[1,2]"], "torch.optim.SGD has no setting 'betas'"),
+        (["modle=tiny"], r"no setting 'modle'; did you mean model\?"),
+        (["optimzer.lr=1"], r"no setting 'optimzer'; did you mean optimizer\?"),
+        (["samples.max_tokens=3"], r"did you mean samples\.max_new_tokens\?"),
+        (["zzz=1"], r"known are .*checkpoints.* write \+zzz="),
+        (["model=tinny"], r"no such choice; did you mean model=tiny\? .* hf, smollm2, tiny"),
+        (["tiny"], "Write model=tiny"),
+        (["model"], "Write model=CHOICE, of hf, smollm2, tiny"),
+        (["trainer.max_steps", "3"], r"Write trainer\.max_steps=3"),
+        (["trainer.max_steps"], r"Write trainer\.max_steps=VALUE"),
+        (["--trainer.max_steps=3"], r"without dashes: trainer\.max_steps=3.*`megatrain fit`"),
     ],
 )
 def test_unknown_arguments_are_refused(arguments: list[str], message: str) -> None:

@@ -1,0 +1,62 @@
+"""`megatrain fit`, `validate`, `test` and `predict`: Lightning's own command line, on pages."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from mt_lightning.errors import ConfigError
+
+STAGES = {
+    "fit": "train any LightningModule, with settings from YAML files or flags (LightningCLI)",
+    "validate": "run its validation",
+    "test": "run its test",
+    "predict": "run its prediction",
+}
+_QUIET = "JSONARGPARSE_DEPRECATION_WARNINGS"
+_STRATEGY = "mt_lightning.MegaTrainStrategy"
+
+
+def run_stage(stage: str, arguments: Sequence[str]) -> int:
+    """Build module, data and Trainer as the words say, and run the stage.
+
+    Args:
+        stage: one of `STAGES`.
+        arguments: the words after it, as LightningCLI takes them.
+
+    Raises:
+        ConfigError: if the words are those of another command.
+        SystemExit: if the words cannot be read, or ask for help only.
+    """
+    # Lightning uses names that jsonargparse is about to drop; it is nothing that a user can change.
+    os.environ.setdefault(_QUIET, "off")
+    from lightning.pytorch.cli import LightningCLI
+
+    import mt_lightning.callbacks
+    import mt_lightning.huggingface  # noqa: F401 - their classes can then be named without a path
+
+    if arguments and not arguments[0].startswith("-"):
+        raise ConfigError(
+            f"`megatrain {stage}` does not take {arguments[0]!r}: its settings are flags, as in "
+            f"--trainer.max_steps=3, or lie in a file: -c FILE. GROUP=CHOICE and SETTING=VALUE are "
+            "those of `megatrain train`."
+        )
+    before = sys.argv
+    # Not as args=: errors and help then name the program as it was called.
+    sys.argv = [os.path.basename(before[0]) or "megatrain", stage, *arguments]
+    try:
+        LightningCLI(
+            LightningModule,
+            LightningDataModule,
+            subclass_mode_model=True,
+            subclass_mode_data=True,
+            trainer_defaults={"strategy": {"class_path": _STRATEGY}},
+            # Without a logger the file goes to the working directory: the next run replaces it.
+            save_config_kwargs={"overwrite": True},
+        )
+    finally:
+        sys.argv = before
+    return 0

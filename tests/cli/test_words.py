@@ -1,0 +1,80 @@
+"""The first word of `megatrain`, and what a shell asks to complete a line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mt_lightning import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["model=tiny", "train"], "the command comes first: megatrain train model=tiny"),
+        (["-c", "x.yaml", "fit"], "the command comes first: megatrain fit -c x.yaml"),
+        (["trian"], "'trian' is no command; did you mean train?"),
+        (["zzz"], "commands are demo, train, fit, validate, test, predict"),
+    ],
+)
+def test_a_first_word_that_is_no_command(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_request:
+        cli.main(arguments)
+    assert exit_request.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("megatrain tr", {"train"}),
+        ("megatrain ", {"demo", "doctor", "fit", "plan", "train"}),
+        ("megatrain train model=", {"model=hf", "model=smollm2", "model=tiny"}),
+        ("megatrain train optimizer=sgd optimizer.mom", {"optimizer.momentum="}),
+        ("megatrain doctor --", set()),
+    ],
+)
+def test_a_line_is_completed(
+    line: str,
+    expected: set[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("COMP_LINE", line)
+    assert cli.main(["-sc", "query=bash"]) == 0
+    found = set(capsys.readouterr().out.split())
+    assert expected <= found
+    assert all(word.startswith(line.split(" ")[-1]) for word in found)
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
+def test_bash_gets_the_choices_of_a_group(workplace: Path) -> None:
+    """As documented: the script is evaluated, and bash calls what it defines."""
+    bin_folder = workplace / "bin"
+    bin_folder.mkdir()
+    program = bin_folder / "megatrain"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mt_lightning.cli "$@"\n')
+    program.chmod(0o755)
+    script = (
+        'eval "$(megatrain -sc install=bash)"\n'
+        'COMP_LINE="megatrain train strategy="; COMP_POINT=${#COMP_LINE}; COMP_CWORD=2\n'
+        "hydra_bash_completion\n"
+        'echo "${COMPREPLY[@]}"\n'
+    )
+    environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["bash", "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["strategy=auto", "strategy=megatrain"]
+
+
+def test_the_shell_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--shell-completion"]) == 2
+    assert "install=bash" in capsys.readouterr().err

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer, seed_everything
 from omegaconf import DictConfig, OmegaConf
@@ -22,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from mt_lightning.callbacks.recorder import paging_engine
+from mt_lightning.commands.recipe import apply, choices_table, choose
 from mt_lightning.commands.settings import check_complete
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import CausalLMModule, TextDataModule
@@ -44,6 +47,11 @@ def train(settings: DictConfig, console: Console) -> float:
         KeyboardInterrupt: if the run was stopped; what was trained has been saved.
     """
     check_complete(settings)
+    _check_strategy(settings)
+    if settings.recipe:
+        choices = choose(settings, given_names())
+        apply(settings, choices)
+        console.print(choices_table(choices))
     if settings.resume:
         _resume(settings)
     disable_progress_bar()
@@ -85,6 +93,23 @@ def build_trainer(settings: DictConfig) -> Trainer:
         "logger": _build(settings.logger),
     }
     return instantiate(settings.trainer, **parts, _convert_="all")
+
+
+def given_names() -> set[str]:
+    """Return the names of the settings that were given on the command line."""
+    if not HydraConfig.initialized():
+        return set()
+    overrides = OverridesParser.create().parse_overrides(list(HydraConfig.get().overrides.task))
+    return {override.key_or_group for override in overrides}
+
+
+def _check_strategy(settings: DictConfig) -> None:
+    strategy = settings.strategy
+    if isinstance(strategy, DictConfig) and "_target_" not in strategy:
+        raise ConfigError(
+            f"strategy=auto is plain Lightning, and has no {', '.join(map(str, strategy))}. Leave "
+            "hardware=... out, or set strategy=megatrain."
+        )
 
 
 def _resume(settings: DictConfig) -> None:

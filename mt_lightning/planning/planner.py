@@ -189,7 +189,7 @@ def _changes(found: Answer, smallest_gb: float | None) -> Iterator[tuple[str, Tr
         given = _up(smallest_gb)
         yield f"set max_ram_gb={given:g}", with_options(max_ram_gb=given), machine
     if options.max_ram_gb is not None and options.max_ram_gb > 0.8 * usable_gb:
-        given = round(0.8 * usable_gb, 1)
+        given = max(0.01, round(0.8 * usable_gb, 2))
         yield f"set max_ram_gb={given:g}", with_options(max_ram_gb=given), machine
     if options.max_disk_gb is not None:
         yield "leave max_disk_gb out", with_options(max_disk_gb=None), machine

@@ -84,6 +84,24 @@ def test_plain_lightning_for_comparison(
     assert not (output_of(workplace) / "model").exists()
 
 
+def test_a_recipe_says_what_it_chose(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["recipe=auto", "optimizer.lr=0.01", "data.batch_size=2", "save_model=false"]
+    quick = ["samples.prompts=[]", "data.val_fraction=0", "trainer.max_steps=1"]
+    assert cli.main(["train", *TINY, *arguments, *quick]) == 0
+    out = capsys.readouterr().out
+    table, rest = out.split("What goes where")
+    assert "recipe=auto chose" in table
+    (limit,) = re.findall(r"strategy\.max_ram_gb=([\d.]+)", table)
+    assert f"limit {float(limit):.2f} GiB" in rest
+
+
+def test_budgets_of_hardware_are_not_for_plain_lightning(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["train", *TINY, "strategy=auto", "hardware=rtx4090"]) == 2
+    assert "Leave hardware=... out" in capsys.readouterr().err
+
+
 def test_ctrl_c_keeps_what_was_trained(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stop = f"+callbacks.stop._target_={__name__}.CtrlC"
     assert cli.main(["train", *TINY, stop, f"strategy.offload_dir={workplace}/pages"]) == 130

@@ -20,6 +20,7 @@ from mt_lightning.commands import settings as settings_module
 from mt_lightning.commands.settings import complete_arguments, settings_directory
 from mt_lightning.commands.train import build_trainer
 from mt_lightning.errors import ConfigError
+from mt_lightning.planning.machines import GIB, MACHINES
 
 CONF = settings_directory()
 GROUPS = {
@@ -46,7 +47,7 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_every_group_is_here() -> None:
-    assert GROUPS == {
+    expected = {
         "model": ["hf", "smollm2", "tiny"],
         "data": ["chat", "completion", "dataset", "shakespeare", "text"],
         "strategy": ["auto", "megatrain"],
@@ -56,7 +57,27 @@ def test_every_group_is_here() -> None:
         "logger": ["csv", "none"],
         "checkpoints": ["linked", "none", "standard"],
         "experiment": ["tiny_sgd"],
+        "hardware": sorted(["none", *MACHINES]),
+        "recipe": ["auto", "none"],
     }
+    assert expected == GROUPS
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_hardware_sets_budgets_that_the_machine_has(name: str) -> None:
+    machine = MACHINES[name]
+    run = compose_run(f"hardware={name}")
+    strategy = instantiate(run.strategy, _convert_="all")
+    assert run.trainer.precision == "bf16-mixed"
+    assert 0.5 * machine.ram_bytes < strategy.options.max_ram_gb * GIB < 0.85 * machine.ram_bytes
+    vram_gb = strategy.options.max_vram_gb
+    if machine.on_host:
+        assert vram_gb is None
+    else:
+        assert (
+            0.8 * machine.device.memory_bytes < vram_gb * GIB < 0.95 * machine.device.memory_bytes
+        )
+    assert compose_run(f"hardware={name}", "strategy.max_ram_gb=7").strategy.max_ram_gb == 7
 
 
 @pytest.mark.parametrize(("group", "choice"), CHOICES)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -141,6 +141,19 @@ def _hydra_model(name: str) -> nn.Module:
     with initialize_config_dir(str(folder), version_base=VERSION_BASE):
         settings = compose(CONFIG_NAME, overrides=[f"model={name}"])
     settings.tokenizer = name  # whatever it is, it is not needed
+    return root_of(settings, name)
+
+
+def root_of(settings: DictConfig, name: str) -> nn.Module:
+    """Build the model of composed settings without weights.
+
+    Args:
+        settings: Those of `megatrain train`.
+        name: What the model is called in errors.
+
+    Raises:
+        ConfigError: It is not named, or cannot be built.
+    """
     missing = OmegaConf.is_missing(settings.model, "model")
     inner = None if missing else settings.model.model
     if inner is None or isinstance(inner, str):

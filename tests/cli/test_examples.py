@@ -15,12 +15,21 @@ def test_there_are_examples() -> None:
     assert [path.stem for path in EXAMPLES] == [
         "born_on_meta",
         "chat_data",
+        "custom_loss",
+        "custom_routing",
         "huggingface_model",
         "huggingface_trainer",
         "lora",
+        "modified_architecture",
         "plain_lightning",
         "plain_loop",
     ]
+
+
+@pytest.mark.parametrize("name", ["custom_loss", "custom_routing", "modified_architecture"])
+def test_a_prototype_is_short(name: str) -> None:
+    (path,) = (path for path in EXAMPLES if path.stem == name)
+    assert len(path.read_text().splitlines()) < 60
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

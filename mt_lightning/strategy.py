@@ -69,7 +69,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         nonfinite: What a NaN or infinite gradient does: "propagate" (as plain Lightning),
             "skip", "raise".
         units: Class names of modules that run as one piece; None: found by rule.
-        disk_full_timeout_s: How long a run waits for space on a full disk; 0 fails at once.
+        disk_full_timeout_s: Seconds that a run waits for space on a full disk; 0 fails at once.
         accelerator: Given by Lightning.
         checkpoint_io: Given by Lightning or the user; None: `PagedCheckpointIO()`.
         precision_plugin: Given by Lightning; translated to `MegaTrainPrecision`.

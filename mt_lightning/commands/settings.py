@@ -158,7 +158,7 @@ def _check_known(name: str, settings: DictConfig, groups: Mapping[str, Sequence[
         if not isinstance(node, DictConfig) or "_target_" in node:
             return
         if part not in node:
-            known = sorted({*map(str, node), *([] if path else groups)})
+            known: list[str] = sorted({str(key) for key in node} | set([] if path else groups))
             meant = nearest(part, known)
             hint = f"did you mean {path}{meant}?" if meant else f"known are {', '.join(known)}."
             raise ConfigError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import gc
 import os
 import socket
 import threading
@@ -45,6 +46,9 @@ class DirectoryLock:
             StorageError: the lock file cannot be made.
         """
         with _held_lock:
+            if _held.get(self._key) == os.getpid():
+                # Trainers are cycles: that of a notebook cell which is run again may still be here.
+                gc.collect()
             if _held.get(self._key) == os.getpid():
                 raise ConfigError(self._refusal(f"this process (pid {os.getpid()})"))
             file = self.path / "lock"

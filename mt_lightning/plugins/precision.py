@@ -14,6 +14,7 @@ from typing_extensions import override
 
 from mt_lightning.engine.engine import Engine
 from mt_lightning.errors import ConfigError
+from mt_lightning.plugins.throughput import tell_throughput
 from mt_lightning.tiers.ledger import COMPUTE
 from mt_lightning.tiers.spans import Span
 
@@ -87,6 +88,13 @@ class MegaTrainPrecision(Precision):
         if not self.keeps_masters:
             return data
         return apply_to_collection(data, torch.Tensor, _as_bfloat16)
+
+    @override
+    def connect(self, model: Any, optimizers: Any, lr_schedulers: Any) -> Any:
+        """Tell a ThroughputMonitor the dtype of matrix products."""
+        if self.precision != "32-true":
+            tell_throughput(model.trainer, torch.bfloat16)
+        return super().connect(model, optimizers, lr_schedulers)
 
     @override
     @contextmanager

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from mt_lightning.huggingface import (
         CausalLMModule,
         TextDataModule,
+        TextSamples,
         Trainer,
         from_pretrained,
         init,
@@ -57,6 +58,7 @@ __all__ = [
     "StepError",
     "StorageError",
     "TextDataModule",
+    "TextSamples",
     "Trainer",
     "chunked_loss",
     "from_pretrained",
@@ -75,6 +77,7 @@ _LAZY = {
     "PagingReport": "mt_lightning.callbacks",
     "PagingTrace": "mt_lightning.callbacks",
     "TextDataModule": "mt_lightning.huggingface",
+    "TextSamples": "mt_lightning.huggingface",
     "Trainer": "mt_lightning.huggingface",
     "from_pretrained": "mt_lightning.huggingface",
     "init": "mt_lightning.huggingface",

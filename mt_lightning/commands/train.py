@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.utils import instantiate
@@ -28,6 +27,7 @@ from mt_lightning.commands.recipe import apply, choices_table, choose
 from mt_lightning.commands.settings import check_complete
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import CausalLMModule, TextDataModule
+from mt_lightning.huggingface.text_samples import generate
 
 log = logging.getLogger(__name__)
 
@@ -125,40 +125,6 @@ def _resume(settings: DictConfig) -> None:
 def _build(setting: Any) -> Any:
     # A name ("auto") or a switch (False) is itself.
     return instantiate(setting, _convert_="all") if isinstance(setting, DictConfig) else setting
-
-
-def generate(
-    model: Any,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    max_new_tokens: int,
-) -> str:
-    """Continue a prompt by sampling; the same weights give the same continuation.
-
-    The state of the global RNG is left as it was.
-
-    Args:
-        model: a Hugging Face model.
-        tokenizer: its tokenizer.
-        prompt: the text to continue.
-        max_new_tokens: how far.
-    """
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
-    was_training = model.training
-    model.eval()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        output = model.generate(
-            **inputs.to(model.device),
-            max_new_tokens=max_new_tokens,
-            do_sample=True,
-            temperature=0.8,
-            top_k=50,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    model.train(was_training)
-    num_prompt_tokens = inputs["input_ids"].shape[1]
-    return str(tokenizer.decode(output[0][num_prompt_tokens:], skip_special_tokens=True))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from mt_lightning.huggingface.causal_lm import CausalLMModule
 from mt_lightning.huggingface.data.sources import load_dataset
 from mt_lightning.huggingface.loading import from_pretrained, load_model, load_tokenizer
+from mt_lightning.huggingface.text_samples import TextSamples
 from mt_lightning.huggingface.session import init
 from mt_lightning.huggingface.text_data import TextDataModule
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CausalLMModule",
     "TextDataModule",
+    "TextSamples",
     "Trainer",
     "from_pretrained",
     "init",

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from mt_lightning.huggingface.causal_lm import CausalLMModule
 from mt_lightning.huggingface.data.sources import load_dataset
 from mt_lightning.huggingface.loading import from_pretrained, load_model, load_tokenizer
-from mt_lightning.huggingface.text_samples import TextSamples
 from mt_lightning.huggingface.session import init
 from mt_lightning.huggingface.text_data import TextDataModule
+from mt_lightning.huggingface.text_samples import TextSamples
 
 if TYPE_CHECKING:
     from mt_lightning.huggingface.trainer import Trainer

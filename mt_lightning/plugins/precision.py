@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
-from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.fabric.utilities.apply_func import apply_to_collection  # type: ignore[attr-defined]
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from typing_extensions import override

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import mt_lightning as mt
@@ -15,11 +16,17 @@ import mt_lightning as mt
 from ..huggingface.trainer_cases import arguments, llama, samples
 
 
+def loader() -> DataLoader:
+    return DataLoader(samples(4), batch_size=2)  # type: ignore[arg-type]
+
+
 def train(model: Any, **settings: Any) -> Trainer:
     torch.manual_seed(0)
     made = Trainer(
         strategy=mt.MegaTrainStrategy(max_ram_gb=0.1),
         max_steps=2,
+        max_epochs=-1,
+        num_sanity_val_steps=0,
         accelerator="cpu",
         logger=False,
         enable_checkpointing=False,
@@ -28,7 +35,7 @@ def train(model: Any, **settings: Any) -> Trainer:
         **settings,
     )
     module = mt.CausalLMModule(model)
-    made.fit(module, torch.utils.data.DataLoader(samples(4), batch_size=2))  # type: ignore[arg-type]
+    made.fit(module, loader(), loader())
     return made
 
 
@@ -69,6 +76,7 @@ def test_the_model_is_not_touched_where_the_budget_is_too_small() -> None:
     model = LlamaForCausalLM(config)
     made = Trainer(
         strategy=mt.MegaTrainStrategy(max_ram_gb=1e-6),
+        max_epochs=-1,
         precision="bf16-true",
         accelerator="cpu",
         logger=False,
@@ -77,5 +85,5 @@ def test_the_model_is_not_touched_where_the_budget_is_too_small() -> None:
         enable_model_summary=False,
     )
     with pytest.raises(mt.BudgetError):
-        made.fit(mt.CausalLMModule(model), torch.utils.data.DataLoader(samples(4), batch_size=2))  # type: ignore[arg-type]
+        made.fit(mt.CausalLMModule(model), loader(), loader())
     assert {p.dtype for p in model.parameters()} == {torch.float32}

@@ -41,19 +41,23 @@ BLOCK = 128
 """Rows and columns that share a scale in the FP8 checkpoint."""
 
 
+def sizes(width: int, layers: int) -> dict[str, int]:
+    """Return what all configs have in common."""
+    return {
+        "vocab_size": 2 * width,
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+    }
+
+
 def llama(width: int, layers: int) -> LlamaForCausalLM:
     """Return a Llama with random weights."""
     torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=2 * width,
-            hidden_size=width,
-            intermediate_size=2 * width,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-        )
-    )
+    settings = {**sizes(width, layers), "intermediate_size": 2 * width}
+    return LlamaForCausalLM(LlamaConfig(**settings))
 
 
 def save_fp32(folder: Path, width: int, layers: int) -> None:
@@ -75,15 +79,7 @@ def save_sharded(folder: Path, width: int, layers: int) -> None:
 def save_moe(folder: Path, width: int, layers: int) -> None:
     """Save experts one by one, which transformers fuses when it loads them."""
     torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=2 * width,
-        hidden_size=width,
-        intermediate_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_local_experts=8,
-    )
+    config = MixtralConfig(**sizes(width, layers), num_local_experts=8)
     MixtralForCausalLM(config).bfloat16().save_pretrained(folder)
 
 
@@ -107,17 +103,8 @@ def save_fp8(folder: Path, width: int, layers: int) -> None:
 def save_mxfp4(folder: Path, width: int, layers: int) -> None:
     """Save experts in MXFP4: pairs of 4 bits, and an exponent for each 32 of them."""
     torch.manual_seed(0)
-    config = GptOssConfig(
-        vocab_size=2 * width,
-        hidden_size=width,
-        intermediate_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-        num_local_experts=8,
-        num_experts_per_tok=2,
-    )
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 2}
+    config = GptOssConfig(**sizes(width, layers), head_dim=32, **experts)
     GptOssForCausalLM(config).bfloat16().save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [each for each in tensors if each.endswith(("gate_up_proj", "down_proj"))]:

@@ -101,7 +101,7 @@ class Machine:
         update_params_per_s: Parameters updated in a second by the form of their state, where that
             was measured.
         host_watts: What the host and its drives draw beside the device.
-        unit_s: What the kit costs for each unit that is entered.
+        unit_s: What the kit costs each time that a unit runs.
         fresh_bytes_per_s: Memory that a thread touches for the first time in a second; None where
             that costs nothing.
         measured: Whether rates were measured on this machine.

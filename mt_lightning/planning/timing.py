@@ -127,7 +127,7 @@ def time_of_step(
     per_sweep, num_sweeps = (micros, 1) if layer_major else (1, micros)
     read, written = plan.window_traffic if layer_major else plan.usual_traffic
     device, dtype = machine.device, training.dtype
-    overhead = machine.unit_s * len(build.units)
+    overhead = per_sweep * machine.unit_s * len(build.units)
 
     def compute(units: list[Work], *, backward: bool = False) -> float:
         return per_sweep * sum(w.seconds(device, dtype, backward=backward) for w in units)

@@ -115,7 +115,7 @@ class VirtualIO:
         clock: The clock.
         machine: Its drives.
         block_bytes: What a thread moves at a time.
-        num_threads: Threads.
+        num_threads: Threads of each direction on each drive.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class VirtualIO:
     ) -> None:
         self._clock, self._machine, self._block = clock, machine, block_bytes
         self._queues: dict[str, deque[VirtualTicket]] = {READ: deque(), WRITE: deque()}
-        self._idle = dict.fromkeys(self._queues, num_threads)
+        self._idle = dict.fromkeys(self._queues, num_threads * max(1, len(machine.drives)))
         self._free_at = {READ: 0.0, WRITE: 0.0}
         self._latency_s = max((drive.latency_s for drive in machine.drives), default=0.0)
         self._shared = any(drive.mixed_bytes_per_s is None for drive in machine.drives)

@@ -80,7 +80,7 @@ class VirtualUnits:
         """Play forward, and take what backward will need."""
         work, name = self._work.units[index], self._build.units[index].name
         seconds = work.seconds(self._machine.device, self._training.dtype)
-        self.spend(f"forward of {name}", self._times * seconds + self._machine.unit_s)
+        self.spend(f"forward of {name}", self._times * (seconds + self._machine.unit_s))
         nbytes = self._times * work.input_bytes
         held = self._held.setdefault(index, [])
         if not self._machine.on_host and nbytes:
@@ -113,8 +113,8 @@ class VirtualUnits:
         grads = sum(self._build.table[i].layout.grad_bytes for i in unit.pages)
         beside = fresh_seconds(self._times * grads + work.live_bytes, self._plan, self._machine)
         beside += summed_seconds((self._times - (not adds)) * grads, self._machine)
-        total = self._times * seconds + self._machine.unit_s + beside
-        self.spend(f"backward of {unit.name}", total)
+        total = self._times * (seconds + self._machine.unit_s)
+        self.spend(f"backward of {unit.name}", total + beside)
 
     def outside(self, *, backward: bool) -> None:
         """Play what is computed outside of units."""

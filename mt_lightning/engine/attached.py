@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mt_lightning.engine.ahead import prepare
 from mt_lightning.engine.exchange import give_state, state_chunks, take_state
 from mt_lightning.engine.first_step import report_first_step
 from mt_lightning.engine.grad_check import check_grad, check_open, check_unowned
@@ -68,8 +69,10 @@ class Attached:
         )
         self.window: Window | ForwardWindow | None = None
         self.graphs, self.inputs = run.graphs, run.inputs
-        self.graphs.beside = self._num_input_bytes
-        self.inputs.drop_graph = partial(self.graphs.drop_oldest, empty=True)
+        self.device, self._on_host = machine.link.device, machine.link.unified
+        if self._on_host:  # else graphs take nothing of the memory that inputs need
+            self.graphs.beside = self._num_input_bytes
+            self.inputs.drop_graph = partial(self.graphs.drop_oldest, empty=True)
         run.pool.relieve = self._relieve
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -118,41 +121,25 @@ class Attached:
                 for page in pages:
                     entries.append(run.pool.pin(page))
                     undo.callback(run.pool.release, entries[-1])
+                away = [e for e in entries if not run.planes.holds(e.page)]
+                for entry in entries:
+                    run.planes.bring(entry.page, entry)
+                    undo.callback(run.planes.release, entry.page)
                 if backward and not again:
                     for page in pages:
                         (self._sums or run.gradients).expect(page)
-                if any(entry.read is not None and not entry.read.done() for entry in entries):
+                if any(entry.read is not None and not entry.read.done() for entry in away):
                     run.ahead.stalled()
-                for entry in entries:
+                for entry in away:
                     entry.wait()
-                uploads = [run.binder.upload(entry.frame.tensor) for entry in entries]
-                for page, upload in zip(pages, uploads, strict=True):
-                    run.binder.bind(page, self._machine.link.wait(upload))
+                for page in pages:
+                    run.binder.bind(page, run.planes.plane(page))
                     undo.callback(run.binder.unbind, page)
-                self._prepare()
+                prepare(run)
                 undo.pop_all()  # it is bound: `leave` undoes it
         if backward:
             self._rebound.append((unit, next_sequence_number()))
             self._running.begin(unit.name)
-
-    def _prepare(self) -> None:
-        """Begin to read and to update the pages expected next, nearest first.
-
-        What comes sooner never makes room for what comes later: it would be read twice.
-        """
-        run, kept = self.run, []
-        for index in run.ahead.upcoming():
-            page = run.build.table[index]
-            absent = run.pool.entry(page) is None
-            if absent and not run.ahead.lets(index, run.pool.unused_bytes):
-                break
-            run.steps.ahead_of_use(page)
-            entry = run.pool.prefetch(page)
-            if entry is None:
-                break
-            kept.append(entry)
-        for entry in kept:
-            run.pool.release(entry)
 
     def _num_input_bytes(self) -> int:
         expected = self.inputs.expected_bytes
@@ -198,6 +185,7 @@ class Attached:
         for index in unit.pages:
             page = run.build.table[index]
             run.binder.unbind(page)
+            run.planes.release(page)
             entry = run.pool.entry(page)
             assert entry is not None
             run.pool.release(entry)
@@ -213,8 +201,11 @@ class Attached:
 
     def _relieve(self) -> bool:
         """Give memory back when the pool has none; False when nothing can be given."""
+        if self.run.planes.relieve():
+            return True
         if not self._lingering:
-            given = self.run.worker.retire_oldest() or self.graphs.drop_oldest()
+            given = self.run.worker.retire_oldest()
+            given = given or (self._on_host and self.graphs.drop_oldest())
             return given or self.run.steps.relieve() or self.inputs.relieve()
         # A gradient that came before its unit's replay: the unit before it is as good as done.
         with torch.inference_mode(False), torch.no_grad():
@@ -235,6 +226,8 @@ class Attached:
         # A window hands on gradients between two backwards, whose end nobody would announce.
         if not self._in_backward and torch._C._current_graph_task_id() != -1:
             self._in_backward = True
+            # Autograd has a thread for each device; ours waits for it meanwhile.
+            ledger.keep(self._machine.training)
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
             self.graphs.begin_backward()
             self.run.steps.before_backward()
@@ -346,6 +339,7 @@ class Attached:
         """See whether weights were written to outside a step; all updates are done."""
         self.masters.find_writes()
         for entry in self.run.resident:
+            self.run.planes.changes(entry.page)
             # User code and load_state_dict may write to these at any time, and nothing tells us.
             if hash_blocks(entry.frame.memory) != entry.page.weight.sums[0]:
                 entry.dirty = self.run.writer.dirty = True

@@ -9,7 +9,6 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.placeholder import placeholder
 from mt_lightning.errors import StepError
 from mt_lightning.pages.table import Page
-from mt_lightning.tiers.link import Link, Upload
 
 
 class Binder:
@@ -26,30 +25,23 @@ class Binder:
     therefore replaced in its modules by a fresh one that shows the frame and is left alone later.
     """
 
-    def __init__(self, root: nn.Module, build: Build, link: Link) -> None:
+    def __init__(self, root: nn.Module, build: Build, device: torch.device) -> None:
         self._table = build.table
         self._members = build.members
         self._owners = _owners(root)
-        self._link = link
         self._blanks = [
-            [placeholder(s.shape, s.dtype, torch.device("cpu")) for s in page.layout.params]
+            [placeholder(s.shape, s.dtype, device) for s in page.layout.params]
             for page in build.table
         ]
         self._others = [
-            [placeholder(s.shape, _another(s.dtype), torch.device("cpu")) for s in p.layout.params]
+            [placeholder(s.shape, _another(s.dtype), device) for s in p.layout.params]
             for p in build.table
         ]
         self._depth = [0] * len(build.table)
         self._planes: dict[int, torch.Tensor] = {}
-        self._leaving: list[torch.Tensor] = []
-        self._settled: list[Page] = []
+        self._settled: dict[int, torch.Tensor] = {}
         self._standing_in: dict[int, list[nn.Parameter]] = {}
         self.used: set[int] = set()
-
-    def upload(self, host: torch.Tensor) -> Upload:
-        """Begin to move a frame to the device."""
-        self.collect()
-        return self._link.upload(host)
 
     def bind(self, page: Page, plane: torch.Tensor) -> None:
         """Show `plane` (uint8, the page's weight plane) through the page's parameters."""
@@ -60,8 +52,6 @@ class Binder:
         self.used.add(page.index)
         self.show(page, self._planes[page.index])
         self._stand_in(page)
-        if self._planes[page.index] is not plane and not self._link.unified:
-            self._leaving.append(plane)
 
     def _check_blank(self, page: Page) -> None:
         params, blanks = self._members[page.index].params, self._blanks[page.index]
@@ -86,8 +76,8 @@ class Binder:
             module._parameters[name] = shown
 
     def settle(self, page: Page, plane: torch.Tensor) -> None:
-        """Bind a page that stays in host memory until `reset`."""
-        self._settled.append(page)
+        """Bind a page that stays where it is until `reset`."""
+        self._settled[page.index] = plane
         self.used.add(page.index)
         self.show(page, plane)
 
@@ -119,12 +109,13 @@ class Binder:
             self._install(param, param)
         self.blank(page)
         self._standing_in.pop(page.index, None)
-        plane = self._planes.pop(page.index)
-        if not self._link.unified:
-            self._leaving.append(plane)
+        del self._planes[page.index]
 
     def blank(self, page: Page) -> None:
-        """Put placeholders into the page's parameters."""
+        """Put placeholders into the page's parameters, or what a page shows that stays bound."""
+        if page.index in self._settled:
+            self.show(page, self._settled[page.index])
+            return
         with torch.inference_mode(False), torch.no_grad():
             for param, blank in zip(
                 self._members[page.index].params, self._blanks[page.index], strict=True
@@ -145,22 +136,11 @@ class Binder:
             if self._depth[page.index] or page.index in self._planes:
                 self._depth[page.index] = 1
                 self.unbind(page)
-        for page in self._settled:
-            self.blank(page)
+        settled = [self._table[index] for index in self._settled]
         self._settled.clear()
+        for page in settled:
+            self.blank(page)
         self.used.clear()
-
-    def collect(self) -> None:
-        """Give device frames back whose last view has died."""
-        waiting = []
-        for plane in self._leaving:
-            storage = plane.untyped_storage()
-            # One use by `plane`, one by the handle just made.
-            if torch._C._storage_Use_Count(storage._cdata) > 2:  # type: ignore[attr-defined]
-                waiting.append(plane)
-            else:
-                self._link.retire(plane)
-        self._leaving = waiting
 
 
 def _another(dtype: torch.dtype) -> torch.dtype:

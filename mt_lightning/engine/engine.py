@@ -121,9 +121,8 @@ class Engine:
     @property
     def last_norm(self) -> float | None:
         """Gradient norm before clipping of the last step clipped by norm, None without one."""
-        return (
-            self._live.run.steps.clipping.last_norm if self._live is not None else self._last_norm
-        )
+        live = self._live
+        return self._last_norm if live is None else live.run.steps.clipping.last_norm
 
     @property
     def num_steps(self) -> int:
@@ -171,8 +170,7 @@ class Engine:
             log.info("%s", self._wear())
 
     def _wear(self) -> str:
-        assert self.plan is not None
-        plan = self.plan
+        assert (plan := self.plan) is not None
         return wear_text(plan.durability, plan.written_bytes, plan.commit_bytes)
 
     def prepare(self) -> None:
@@ -181,7 +179,7 @@ class Engine:
         Raises:
             ConfigError: A module or parameter cannot be paged.
         """
-        refuse_model(self.root)
+        refuse_model(self.root, self.machine.link.device)
         self._unborn.update(birth.replace_meta(self.root))
         birth.materialise_buffers(self.root)
 
@@ -234,6 +232,8 @@ class Engine:
             trains=bool(optimizers),
             in_memory=self.machine.in_memory,
             recompute=self.options.recompute,
+            link=self.machine.link,
+            max_vram_gb=self.options.max_vram_gb,
         )
         same = old is not None and old.table.fingerprint == build.table.fingerprint
         files = file_sizes(build.table, plan)
@@ -315,7 +315,7 @@ class Engine:
             entry = run.pool.pin(run.build.table[index])
             entry.wait()
             run.resident.append(entry)
-            run.binder.settle(entry.page, entry.frame.tensor)
+            run.binder.settle(entry.page, run.planes.keep(entry.page, entry))
             self.live.masters.watch(entry.page, entry.frame)
         self._executors = [Executor(self.live, unit) for unit in run.build.units]
         for executor in self._executors:

@@ -30,6 +30,7 @@ from mt_lightning.engine.graphs.graph import Binding, Graph
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.item import Kept
 from mt_lightning.engine.inputs.tier import InputTier
+from mt_lightning.engine.on_device import give_rng, take_rng
 from mt_lightning.engine.routing import Routes
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.usage import next_sequence_number
@@ -41,7 +42,13 @@ _INTERNAL = ("_parameters", "_buffers", "_modules")
 
 
 class Host(Binding, Protocol):
-    """What an executor asks of the engine."""
+    """What an executor asks of the engine.
+
+    Attributes:
+        device: Where units compute.
+    """
+
+    device: torch.device
 
     def arrive(
         self, unit: Unit, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -158,6 +165,7 @@ class _Execution:
         self._forward = forward
         self._kwargs = kwargs
         self.dtype = torch.get_default_dtype()
+        self.rng: torch.Tensor | None = None
         self.start = 0
         self.kept: Kept | None = None
         self.replaying = False
@@ -242,6 +250,8 @@ class _Bound:
 
 class _First(_Bound):
     def begin(self, run: _Execution) -> None:
+        # Checkpoint saves that of the host, and of devices that its positional arguments are on.
+        run.rng = take_rng(run.host.device)
         run.before = _ModuleState(run.modules)
         run.start = next_sequence_number()
         if (graph := run.graph()) is not None:
@@ -263,12 +273,14 @@ class _Replay(_Bound):
 
     def __init__(self, execution: _Execution) -> None:
         super().__init__(execution)
-        self._left: list[tuple[_ModuleState, torch.dtype]] = []
+        self._left: list[tuple[_ModuleState, torch.dtype, torch.Tensor | None]] = []
 
     def begin(self, run: _Execution) -> None:
         now = _ModuleState(run.modules, keep_buffers=True)
-        self._left.append((now, torch.get_default_dtype()))
+        device = run.host.device
+        self._left.append((now, torch.get_default_dtype(), take_rng(device)))
         torch.set_default_dtype(run.dtype)
+        give_rng(device, run.rng)
         now.lend_buffers()
         if run.before is not None:
             run.before.restore(copy_buffers=True)
@@ -276,8 +288,9 @@ class _Replay(_Bound):
 
     def end(self, run: _Execution) -> None:
         run.replaying = False
-        now, dtype = self._left.pop()
+        now, dtype, rng = self._left.pop()
         torch.set_default_dtype(dtype)
+        give_rng(run.host.device, rng)
         now.restore()
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
+from mt_lightning.engine.leaving import Leaving
 from mt_lightning.errors import StepError
 from mt_lightning.pager.budget import Reservation
 from mt_lightning.pager.pool import WeightPool
@@ -32,38 +34,83 @@ class Spill:
     finite: bool = True
 
 
-@dataclass
 class PageGrads:
     """The gradient of one page.
 
-    Attributes:
+    Args:
         ram: For each parameter its gradient in RAM, in the parameter's memory order; None where
             absent.
         spill: What lies on disk.
         reservations: The bytes set aside for `ram`.
     """
 
-    ram: list[torch.Tensor | None]
-    spill: Spill = field(default_factory=Spill)
-    reservations: list[Reservation] = field(default_factory=list)
+    def __init__(
+        self,
+        ram: list[torch.Tensor | None],
+        spill: Spill | None = None,
+        reservations: list[Reservation] | None = None,
+    ) -> None:
+        self._ram: list[torch.Tensor | None] = ram
+        self.spill = Spill() if spill is None else spill
+        self.reservations = [] if reservations is None else reservations
+        self._landing: list[Callable[[], object]] = []
+
+    @property
+    def ram(self) -> list[torch.Tensor | None]:
+        """Gradients in RAM; what is still on its way from the device is waited for."""
+        for land in self._landing:
+            land()
+        self._landing.clear()
+        return self._ram
+
+    @ram.setter
+    def ram(self, ram: list[torch.Tensor | None]) -> None:
+        self._ram = ram
+
+    def receive(self, param: int, host: torch.Tensor, land: Callable[[], object]) -> None:
+        """Take a gradient whose bytes are complete once `land` has returned.
+
+        Args:
+            param: The parameter.
+            host: Where it will lie, in the parameter's memory order and in storage of its own; what
+                the page holds already where the gradient is added to that.
+            land: Waits for the bytes.
+        """
+        assert self._ram[param] is None or self._ram[param] is host
+        self._ram[param] = host
+        self._landing.append(land)
+
+    @property
+    def is_in_ram(self) -> bool:
+        """Whether a gradient is in RAM, or on its way there."""
+        return any(grad is not None for grad in self._ram)
 
     @property
     def empty(self) -> bool:
         """Whether no parameter got a gradient."""
-        return not self.spill.present and all(grad is None for grad in self.ram)
+        return not self.spill.present and not self.is_in_ram
 
     def has(self, param: int) -> bool:
         """Return whether the parameter got a gradient."""
-        return self.ram[param] is not None or param in self.spill.present
+        return self._ram[param] is not None or param in self.spill.present
 
     def must_be_whole(self, page: Page) -> bool:
         """Return whether the update has to bring gradients back from disk before it begins."""
-        absent = any(self.ram[i] is None for i in self.spill.present)
+        absent = any(self._ram[i] is None for i in self.spill.present)
         return absent and not page.state_layout.sliced and not self.reservations
+
+    def part(self) -> PageGrads:
+        """Hand over what is in RAM or on its way there; what is on disk stays known to both."""
+        part = PageGrads(self._ram, self.spill, self.reservations)
+        part._landing = self._landing
+        self._ram = [None for _ in self._ram]
+        self.reservations, self._landing = [], []
+        return part
 
     def free(self) -> None:
         """Drop what is in RAM."""
-        self.ram = [None] * len(self.ram)
+        self._ram = [None for _ in self._ram]
+        self._landing.clear()
         for reservation in self.reservations:
             reservation.free()
         self.reservations.clear()
@@ -72,14 +119,22 @@ class PageGrads:
 class Gradients:
     """The gradients of all pages since the last `zero_grad`."""
 
-    def __init__(self, table: PageTable, pool: WeightPool, link: Link, resident: set[int]) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        pool: WeightPool,
+        link: Link,
+        leaving: Leaving,
+        resident: set[int],
+    ) -> None:
         self._table = table
         self._pool = pool
         self._link = link
+        self._leaving = leaving
         self._resident = resident
         self._grads: dict[int, PageGrads] = {}
         self._expected: dict[int, list[Reservation]] = {}
-        self._arriving: dict[int, list[tuple[int, Download]]] = {}
+        self._arriving: dict[int, list[tuple[int, torch.Tensor | Download]]] = {}
         self._early: set[int] = set()
         self._stepped: set[int] = set()
 
@@ -99,6 +154,7 @@ class Gradients:
             self._expected.setdefault(page.index, []).append(
                 self._pool.reserve(nbytes, "gradients", what)
             )
+            self._leaving.expect(page)
 
     def arrive(self, page: Page, param: int, grad: torch.Tensor, needed: int) -> bool:
         """Take a gradient from autograd; True when all `needed` of this backward have arrived."""
@@ -106,7 +162,15 @@ class Gradients:
             self.expect(page)
             self._early.add(page.index)
         arriving = self._arriving.setdefault(page.index, [])
-        arriving.append((param, self._link.download(grad)))
+        if self._link.unified:
+            arriving.append((param, grad))
+        else:
+            mine = self._grads[page.index]._ram[param] if page.index in self._grads else None
+            for other, before in arriving:
+                if other == param and isinstance(before, Download):
+                    mine = before.host
+            spec = page.layout.params[param]
+            arriving.append((param, self._download(grad, spec, mine)))
         return len(arriving) == needed
 
     def complete(self, page: Page) -> bool:
@@ -120,16 +184,16 @@ class Gradients:
             if held is None:
                 held = self._grads[page.index] = PageGrads([None] * len(page.layout.params))
             while arriving:
-                param, download = arriving.pop(0)
-                grad, mine = self._link.done(download), held.ram[param]
-                del download
-                if mine is None:
-                    held.ram[param] = _own(grad, page.layout.params[param])
+                param, grad = arriving.pop(0)
+                if isinstance(grad, Download):
+                    held.receive(param, grad.host, partial(self._link.done, grad))
+                    self._leaving.left(page, grad)
                 else:
-                    mine.add_(grad)
+                    _add(held, param, grad, page.layout.params[param])
                 del grad
             if not held.reservations and expected:
                 held.reservations.append(expected.pop())
+        self._leaving.complete(page)
         for reservation in expected:
             reservation.free()
         return took_in
@@ -151,13 +215,24 @@ class Gradients:
 
     def add(self, page: Page, param: int, grad: torch.Tensor) -> None:
         """Add a gradient to what the open `page` holds."""
-        held = self._grads[page.index]
-        grad = self._link.done(self._link.download(grad))
-        mine = held.ram[param]
-        if mine is None:
-            held.ram[param] = _own(grad, page.layout.params[param])
-        else:
-            mine.add_(grad)
+        held, spec = self._grads[page.index], page.layout.params[param]
+        if self._link.unified:
+            _add(held, param, grad, spec)
+            return
+        download = self._download(grad, spec, held._ram[param])
+        held.receive(param, download.host, partial(self._link.done, download))
+        _ = held.ram  # nobody has counted what it takes on the device
+
+    def _download(self, grad: torch.Tensor, spec: ParamSpec, mine: torch.Tensor | None) -> Download:
+        """Send a gradient to the host, in the parameter's memory order, to be added to `mine`."""
+        stride = spec.stride if spec.dense else contiguous_stride(spec.shape)
+        if grad.stride() != stride:
+            own = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device=grad.device)
+            grad = own.copy_(grad)
+        into = mine
+        if into is None:
+            into = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device="cpu")
+        return self._link.download(grad, into, add=mine is not None)
 
     def unfinished(self) -> list[Page]:
         """Return pages whose backward has not been completed, in order of first arrival."""
@@ -165,11 +240,7 @@ class Gradients:
 
     def in_ram(self) -> list[Page]:
         """Return pages that hold gradients in RAM."""
-        return [
-            self._table[index]
-            for index, held in self._grads.items()
-            if any(grad is not None for grad in held.ram)
-        ]
+        return [self._table[index] for index, held in self._grads.items() if held.is_in_ram]
 
     def holding(self) -> list[Page]:
         """Return pages that hold gradients, wherever they are."""
@@ -178,11 +249,7 @@ class Gradients:
     def take_ram(self, page: Page) -> PageGrads | None:
         """Hand over what the page holds in RAM; the spilled part stays known."""
         held = self._grads.get(page.index)
-        if held is None or all(grad is None for grad in held.ram):
-            return None
-        part = PageGrads(held.ram, held.spill, held.reservations)
-        self._grads[page.index] = PageGrads([None] * len(held.ram), held.spill)
-        return part
+        return held.part() if held is not None and held.is_in_ram else None
 
     def take(self, page: Page) -> PageGrads | None:
         """Hand over everything the page holds."""
@@ -228,6 +295,15 @@ class Gradients:
         self._early.clear()
         self._stepped.clear()
         self._arriving.clear()
+        self._leaving.reset()
+
+
+def _add(held: PageGrads, param: int, grad: torch.Tensor, spec: ParamSpec) -> None:
+    mine = held.ram[param]
+    if mine is None:
+        held.ram[param] = _own(grad, spec)
+    else:
+        mine.add_(grad)
 
 
 def _own(grad: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
@@ -240,9 +316,14 @@ def _own(grad: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     )
     if alone and (not spec.dense or _same_order(grad, spec)):
         return grad
-    stride = spec.stride if spec.dense else tuple(torch.empty(spec.shape, device="meta").stride())
+    stride = spec.stride if spec.dense else contiguous_stride(spec.shape)
     own = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device="cpu")
     return own.copy_(grad)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    return tuple(torch.empty(shape, device="meta").stride())
 
 
 def _same_order(grad: torch.Tensor, spec: ParamSpec) -> bool:

@@ -20,6 +20,11 @@ Removable = RemovableHandle | MergeGuard
 class Host(Protocol):
     """What the hooks ask of the engine."""
 
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether parameters show frames of the host while the model runs."""
+        ...
+
     def on_grad(self, page: Page, param: int, parameter: nn.Parameter) -> None:
         """Take a gradient."""
 
@@ -49,7 +54,8 @@ def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[Removable]:
                 param.requires_grad_(True)
                 handles.append(param.register_post_accumulate_grad_hook(_leave(host, page, i)))
                 param.requires_grad_(needs_grad)
-    resident = set(build.resident)
+    # On a device those show its memory, which is not what a state dict should hold.
+    resident = set(build.resident) if host.computes_on_host else set[int]()
     for module in root.modules():
         own = [place[id(p)] for p in module.parameters(recurse=False)]
         pages = list({page.index: page for page in own if page.index not in resident}.values())

@@ -15,12 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 from mt_lightning.engine.options import OnExisting
 from mt_lightning.errors import BudgetError, ConfigError, StorageError
+from mt_lightning.tiers.accelerator import AcceleratorLink
 from mt_lightning.tiers.arena import Arena
 from mt_lightning.tiers.checkpoint_files import clean, folders_in, kept_bytes, shared_bytes
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
+from mt_lightning.tiers.device import TorchDevice
 from mt_lightning.tiers.filesystem import free_bytes, is_memory, kind
 from mt_lightning.tiers.heap import keep_freed_memory
 from mt_lightning.tiers.io import IOQueue
@@ -36,6 +39,7 @@ from mt_lightning.tiers.watch import Watch
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+CPU = torch.device("cpu")
 RAM_SHARE = 0.8
 """Of the memory that is free: the budget where none is given."""
 _DISK_MARGIN_BYTES = 1 << 30
@@ -104,6 +108,7 @@ def open_machine(
     directories: Sequence[str],
     on_existing: OnExisting,
     *,
+    device: torch.device = CPU,
     link: Link | None = None,
     wrap_store: Callable[[Store], Store] | None = None,
     clock: Callable[[], float] = time.perf_counter,
@@ -149,6 +154,8 @@ def open_machine(
                 "Use a directory on a drive.",
                 ", ".join(kind(path) for path in paths),
             )
+        if link is None and device.type != "cpu":
+            link = AcceleratorLink(TorchDevice(device))
         store: Store = FileStore(paths)
         if wrap_store is not None:
             store = wrap_store(store)

@@ -43,6 +43,11 @@ class Outside:
         self._on_grad = on_grad
         self._editing: Counter[int] = Counter()
 
+    @property
+    def computes_on_host(self) -> bool:
+        """Whether parameters show frames of the host while the model runs."""
+        return self._run.plan.on_device is None
+
     def on_grad(self, page: Page, param: int, parameter: nn.Parameter) -> None:
         """Hand a gradient on."""
         self._on_grad(page, param, parameter)

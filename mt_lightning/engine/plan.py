@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.device_plan import DevicePlan
 from mt_lightning.engine.durability import wear_rows
 from mt_lightning.engine.needs import (
     beside_weights,
@@ -81,6 +82,7 @@ class Plan:
         window_traffic: What it reads and writes in layer-major order.
         rest_bytes: Of the state, what fp32 masters have beside their bfloat16 weights.
         master_bytes: Room for the masters of what is updated, and for its fp32 gradients.
+        on_device: What goes to the device, None where the host computes.
     """
 
     num_units: int
@@ -127,6 +129,7 @@ class Plan:
     window_traffic: tuple[int, int] = (0, 0)
     rest_bytes: int = 0
     master_bytes: int = 0
+    on_device: DevicePlan | None = None
 
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
@@ -148,12 +151,13 @@ class Plan:
         rows.append(("gradients", self.grad_bytes, grads))
         if self.spilled:
             rows.append(("  of them spilled", self.spilled_bytes, "disk until the update"))
-        if self.recompute == "auto":
+        if self.recompute == "auto" and self.on_device is None:
             rows.append(("room for graphs of units", self.graph_bytes, "RAM until backward"))
         rows.append(("budget max_ram_gb", self.ram_limit_bytes, "RAM"))
         rows.append((f"  smallest that works ({self.largest_unit})", self.min_ram_bytes, "RAM"))
         if self.schedule != "none":
             rows.append(("  room for inputs of units", self.inputs_bytes, "RAM; the rest on disk"))
+        rows.extend(self.on_device.rows() if self.on_device is not None else [])
         rows.append(("files", self.disk_bytes, where))
         if self.schedule != "none":
             rows.extend(wear_rows(self.durability, self.written_bytes, self.commit_bytes))
@@ -202,6 +206,7 @@ def make_plan(
     durability: str = "step",
     layer_major: bool = False,
     recompute: bool | Literal["auto"] = True,
+    copies_bytes: int = 0,
 ) -> Plan:
     """Decide what stays in RAM.
 
@@ -217,6 +222,7 @@ def make_plan(
         durability: "step", or "checkpoint": then what stays in RAM is written by commits alone.
         layer_major: Whether they run unit by unit.
         recompute: Whether units run again in backward.
+        copies_bytes: Host memory that copies to and from a device pass through.
 
     Raises:
         BudgetError: The budget is too small; `smallest_gb` on the error is one that works.
@@ -243,7 +249,7 @@ def make_plan(
     master_bytes = master_bytes_of(updated, build.resident)
     fixed = master_bytes + num_ring * chunk + num_streams * stream + inline + num_staging * staging
     num_through = _NUM_THROUGH * trains
-    fixed += num_through * _THROUGH_BYTES
+    fixed += num_through * _THROUGH_BYTES + copies_bytes
     fixed += files if in_memory else 0
     fixed += sum(page.layout.nbytes for page in resident)
     cached = []

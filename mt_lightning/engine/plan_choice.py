@@ -6,8 +6,10 @@ import dataclasses
 from typing import Any, Literal
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.device_plan import plan_device, vram_limit_bytes
 from mt_lightning.engine.plan import Plan, make_plan
 from mt_lightning.errors import BudgetError
+from mt_lightning.tiers.link import Link
 
 Order = bool | Literal["auto"]
 """Whether batches may run unit by unit; "auto": where it moves fewer bytes and changes nothing."""
@@ -20,9 +22,11 @@ def choose_plan(
     schedule: str,
     micro_batches: int | None,
     layer_major: Order,
+    link: Link | None = None,
+    max_vram_gb: float | None = None,
     **facts: Any,
 ) -> Plan:
-    """Decide when steps are committed, in which order batches run, and what stays in RAM.
+    """Decide when steps are committed, in which order batches run, and what stays where.
 
     Args:
         build: The pages.
@@ -31,12 +35,18 @@ def choose_plan(
         micro_batches: How many backward passes make a step, None where that is not known.
         layer_major: Whether they run unit by unit. With "auto" the plan is "undecided" where that
             moves fewer bytes and fits, else it is that of the usual order and says why.
+        link: The way to a device that computes.
+        max_vram_gb: Its budget.
         **facts: The rest of what `make_plan` asks for.
 
     Raises:
         BudgetError: The budget is too small.
     """
     common = {"schedule": schedule, "micro_batches": micro_batches, **facts}
+    if link is not None and not link.unified:
+        common["copies_bytes"] = link.staging_bytes
+        plan = choose_plan(build, durability, layer_major=layer_major, **common)
+        return _with_device(plan, build, link, max_vram_gb, trains=facts["trains"])
     if layer_major != "auto":
         plan = _choose(build, durability, layer_major=layer_major, **common)
         reason = "layer_major=True" if layer_major else ""
@@ -57,6 +67,20 @@ def choose_plan(
         read_bytes=read_bytes,
         written_bytes=written_bytes,
     )
+
+
+def _with_device(
+    plan: Plan, build: Build, link: Link, max_vram_gb: float | None, *, trains: bool
+) -> Plan:
+    on_device = plan_device(
+        build,
+        str(link.device),
+        vram_limit_bytes(max_vram_gb, link),
+        trains=trains,
+        recompute=plan.recompute,
+    )
+    # Graphs hold memory of the device.
+    return dataclasses.replace(plan, on_device=on_device, graph_bytes=0)
 
 
 def decide(plan: Plan, reason: str, *, layer_major: bool) -> Plan:

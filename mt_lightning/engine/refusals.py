@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from mt_lightning.errors import ConfigError
 
 
-def refuse_model(root: nn.Module) -> None:
+def refuse_model(root: nn.Module, device: torch.device) -> None:
     """Refuse a model with a parameter that cannot live on pages.
+
+    Args:
+        root: The model.
+        device: Where it will compute.
 
     Raises:
         ConfigError: Names the module or parameter and the way out.
@@ -25,7 +30,7 @@ def refuse_model(root: nn.Module) -> None:
                 f"{name} is a lazy parameter without a shape; run one batch through the model "
                 "before training, or use the module's non-lazy class."
             )
-        if param.device.type not in ("cpu", "meta"):
+        if param.device.type not in ("cpu", "meta", device.type):
             raise ConfigError(
                 f"{name} is on {param.device}; paging starts from parameters on "
                 "the CPU or on meta. Do not move the model yourself."

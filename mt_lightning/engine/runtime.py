@@ -16,7 +16,10 @@ from mt_lightning.engine.inputs.files import InputFiles
 from mt_lightning.engine.inputs.mover import Mover
 from mt_lightning.engine.inputs.through import Through
 from mt_lightning.engine.inputs.tier import InputTier
+from mt_lightning.engine.leaving import Leaving
 from mt_lightning.engine.machine import Machine
+from mt_lightning.engine.on_device import move_buffers
+from mt_lightning.engine.placement import place_planes
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.spill import Ring, Spiller
 from mt_lightning.engine.state_stream import StateStream
@@ -28,6 +31,8 @@ from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.write_back import WriteBack
 from mt_lightning.engine.writer import PageWriter
 from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.device_pool import DevicePool
+from mt_lightning.pager.planes import Planes
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.read_ahead import ReadAhead
 from mt_lightning.pager.stats import Stats
@@ -43,10 +48,12 @@ INPUTS_AHEAD = 2
 class Runtime:
     """The parts of an attached engine."""
 
+    root: nn.Module
     build: Build
     plan: Plan
     budget: Budget
     pool: WeightPool
+    planes: Planes
     binder: Binder
     gradients: Gradients
     worker: UpdateWorker
@@ -103,9 +110,12 @@ def start(
     )
     pool.next_use, pool.judge = ahead.next_use, ahead.judge
     pool.eager_bytes = ahead.largest_bytes
-    binder = Binder(root, build, machine.link)
+    planes, room = place_planes(plan.on_device, plan.graph_bytes, machine.link, pool, budget, stats)
+    pool.changes, pool.changed = planes.changes, planes.changed
+    binder = Binder(root, build, machine.link.device)
     resident = set(build.resident)
-    gradients = Gradients(build.table, pool, machine.link, resident)
+    leaving = Leaving(machine.link, planes, stats)
+    gradients = Gradients(build.table, pool, machine.link, leaving, resident)
     held: list[tuple[Frame, Reservation]] = []
 
     def frame(nbytes: int) -> Frame:
@@ -166,16 +176,22 @@ def start(
     )
     trained = [trained_by(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
     steps = Steps(
-        build, trained, gradients, pool, worker, updater, inline, spiller, committer, stats,
-        set(plan.spilled), nonfinite, write_back, machine.clock,
+        build, trained, gradients, pool, worker, updater, inline, spiller, committer,
+        stats, set(plan.spilled), nonfinite, write_back, machine.clock,
     )  # fmt: skip
-    graphs = Keeper(plan.recompute, plan.graph_bytes, build, budget, pool, stats)
+    graphs = Keeper(plan.recompute, build, room, stats)
+    if isinstance(planes, DevicePool):
+        planes.next_use, planes.await_update = ahead.next_use, worker.awaiting
+        planes.give_back = lambda: leaving.settle_oldest() or graphs.drop_oldest()
     steps.awaits = graphs.awaits
+    move_buffers(root, machine.link.device)
     return Runtime(
+        root=root,
         build=build,
         plan=plan,
         budget=budget,
         pool=pool,
+        planes=planes,
         binder=binder,
         gradients=gradients,
         worker=worker,
@@ -199,12 +215,14 @@ def stop(runtime: Runtime, machine: Machine) -> None:
     """Give all memory back."""
     keep(None)
     runtime.worker.close()
+    move_buffers(runtime.root, torch.device("cpu"))
     for updater in runtime.updaters:
         updater.forget()
     runtime.inputs.close()
     for entry in runtime.resident:
         runtime.pool.release(entry)
     runtime.resident.clear()
+    runtime.planes.clear()
     runtime.pool.clear()
     for frame, reservation in runtime.held:
         if frame.in_use():

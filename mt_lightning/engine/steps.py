@@ -335,7 +335,7 @@ class Steps:
 
     def _submit(self, page: Page, due: Due) -> None:
         self._worker.retire_page(page.index)
-        entry = self._pool.pin(page)
+        entry = self._pool.open(page)
 
         def retire() -> None:
             due.grads.free()
@@ -364,10 +364,10 @@ class Steps:
     @spans.spanned("update", ledger.UPDATE)
     def _update_now(self, page: Page, due: Due) -> None:
         """Update a resident page on this thread; it is tiny and no forward announces its use."""
-        entry = self._pool.pin(page)
+        entry = self._pool.open(page)
         self._inline.update(self._job(page, due, entry))
         due.grads.free()
-        self._pool.release(entry)
+        self._pool.close(entry)
 
     def _job(self, page: Page, due: Due, entry: PoolEntry) -> PageUpdate:
         assert page.layout.optimizer is not None

@@ -28,11 +28,13 @@ def undo_partial_step(run: Runtime, io: IOQueue) -> int:
     run.build.table.rollback()
     for page in run.build.table:
         if page.index not in run.build.resident and not run.binder.is_bound(page):
+            run.planes.changes(page)
             run.pool.drop(page)
     for entry in run.resident:
         weight = entry.page.weight
         io.read(weight.file, [(0, entry.frame.memory)], sums=list(weight.sums[0])).wait()
         entry.dirty = False
+        run.planes.changed(entry.page)
     return finished - run.steps.count
 
 
@@ -43,6 +45,7 @@ def release_pages(run: Runtime) -> None:
     """
     run.worker.drain()  # jobs release their pages themselves
     run.binder.reset()
+    run.planes.reset()
     run.pool.unpin(set(run.build.resident))
     run.graphs.collect()
     run.inputs.sweep()

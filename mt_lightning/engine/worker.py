@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from mt_lightning.pages.table import Page
 from mt_lightning.tiers.ledger import UPDATE, WORK, Ledger, keep, mine
 from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.uninterrupted import uninterrupted
@@ -105,6 +106,11 @@ class UpdateWorker:
     def has_room(self) -> bool:
         """Whether a job that holds a page can be submitted without a wait."""
         return sum(job.page is not None for job in self._pending) < MAX_PENDING
+
+    def awaiting(self, page: Page) -> Callable[[], object] | None:
+        """Return what waits, on any thread, for the last job that holds a page; None without."""
+        jobs = [job.future for job in self._pending if job.page == page.index]
+        return jobs[-1].result if jobs else None
 
     def is_pending(self, page: int) -> bool:
         """Return whether a job holds the page."""

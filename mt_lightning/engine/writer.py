@@ -21,7 +21,7 @@ class PageWriter:
 
     def open(self, page: Page) -> PoolEntry:
         """Bring a page to RAM and return its pinned entry."""
-        entry = self._pool.pin(page)
+        entry = self._pool.open(page)
         entry.wait()
         if entry.frame.in_use() and not self._binder.is_bound(page):
             entry = self._pool.copy_on_write(page)
@@ -32,7 +32,7 @@ class PageWriter:
         """Let a page go; it is written when its frame is dropped or flushed."""
         entry = self._open.pop(page.index)
         entry.dirty = self.dirty = True
-        self._pool.release(entry)
+        self._pool.close(entry)
 
     @contextmanager
     def writing(self, pages: Iterable[Page]) -> Iterator[None]:

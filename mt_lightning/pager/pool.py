@@ -96,6 +96,10 @@ class WeightPool:
         """When pages are expected to be needed."""
         self.judge: Callable[[int, bool], None] = lambda page, used: None
         """Told of each page that was read ahead whether it was used, or given up before."""
+        self.changes: Callable[[Page], None] = lambda page: None
+        """Told of a page whose frame is about to be written to; waits until it may be."""
+        self.changed: Callable[[Page], None] = lambda page: None
+        """Told of a page that has been written to."""
         self.unused_bytes = 0
         """Bytes of the pages that were read ahead and have not been used."""
         self.eager_bytes = 0
@@ -134,6 +138,16 @@ class WeightPool:
         """End one pin."""
         assert entry.pins > 0
         entry.pins -= 1
+
+    def open(self, page: Page) -> PoolEntry:
+        """Pin `page` so that its frame can be written to."""
+        self.changes(page)
+        return self.pin(page)
+
+    def close(self, entry: PoolEntry) -> None:
+        """End one pin, after the frame was written to."""
+        self.changed(entry.page)
+        self.release(entry)
 
     def prefetch(self, page: Page) -> PoolEntry | None:
         """Pin `page` if that takes nothing from anyone who needs it sooner, else return None."""

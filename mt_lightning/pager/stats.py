@@ -49,6 +49,10 @@ class Stats:
         graph_peak_bytes: Most bytes that graphs of units ever held.
         units_run: Units that ran in the last forward pass, where their graphs may be kept.
         units_kept: Those of them that backward did not have to run again.
+        bytes_uploaded: Bytes of weights copied to the device.
+        uploads_ahead: Copies of weights to the device begun ahead of need.
+        bytes_downloaded: Bytes of gradients copied from the device.
+        vram_peak_bytes: Most bytes ever reserved on the device.
         ram_used_bytes: Bytes reserved now.
         ram_peak_bytes: Most bytes ever reserved.
     """
@@ -88,6 +92,10 @@ class Stats:
     graph_peak_bytes: int = 0
     units_run: int = 0
     units_kept: int = 0
+    bytes_uploaded: int = 0
+    uploads_ahead: int = 0
+    bytes_downloaded: int = 0
+    vram_peak_bytes: int = 0
     ram_used_bytes: int = 0
     ram_peak_bytes: int = 0
 

@@ -10,11 +10,11 @@ import torch
 
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.ledger import DEVICE
-from mt_lightning.tiers.link import Download, Link, Upload
+from mt_lightning.tiers.link import DeviceFrame, Download, Link, Upload
 from mt_lightning.tiers.patience import Patience
 from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.store import Store
-from mt_lightning.tiers.watch import Watch
+from mt_lightning.tiers.watch import Watch, Watched
 from mt_lightning.tiers.wrapped import WrappedStore
 
 T = TypeVar("T")
@@ -68,26 +68,48 @@ class WatchedLink(Link):
     def __init__(self, inner: Link, watch: Watch) -> None:
         self.inner = inner
         self.unified = inner.unified
+        self.device = inner.device
+        self.staging_bytes = inner.staging_bytes
         self._watch = watch
 
-    def upload(self, host: torch.Tensor) -> Upload:
+    def free_bytes(self) -> int | None:
+        """See `Link.free_bytes`."""
+        return self.inner.free_bytes()
+
+    def frame(self, nbytes: int) -> DeviceFrame:
+        """See `Link.frame`."""
+        return self.inner.frame(nbytes)
+
+    def mark(self, frame: DeviceFrame) -> None:
+        """See `Link.mark`."""
+        self.inner.mark(frame)
+
+    def retire(self, frame: DeviceFrame) -> None:
+        """See `Link.retire`."""
+        self.inner.retire(frame)
+
+    def upload(
+        self, host: torch.Tensor, frame: DeviceFrame, after: Callable[[], object] | None = None
+    ) -> Upload:
         """See `Link.upload`."""
-        return self.inner.upload(host)
+        return self.inner.upload(host, frame, after)
+
+    def taken(self, upload: Upload) -> None:
+        """See `Link.taken`."""
+        with self._over(upload):
+            self.inner.taken(upload)
 
     def wait(self, upload: Upload) -> torch.Tensor:
         """See `Link.wait`."""
-        nbytes = upload.device.nbytes
-        over = self._watch.over(f"a copy of {nbytes} bytes to the device")
-        with over, Span("wait for device", account=DEVICE, nbytes=nbytes):
+        with (
+            self._over(upload),
+            Span("wait for device", account=DEVICE, nbytes=upload.frame.nbytes),
+        ):
             return self.inner.wait(upload)
 
-    def retire(self, device_tensor: torch.Tensor) -> None:
-        """See `Link.retire`."""
-        self.inner.retire(device_tensor)
-
-    def download(self, tensor: torch.Tensor) -> Download:
+    def download(self, tensor: torch.Tensor, into: torch.Tensor, *, add: bool = False) -> Download:
         """See `Link.download`."""
-        return self.inner.download(tensor)
+        return self.inner.download(tensor, into, add=add)
 
     def done(self, download: Download) -> torch.Tensor:
         """See `Link.done`."""
@@ -97,3 +119,6 @@ class WatchedLink(Link):
     def close(self) -> None:
         """See `Link.close`."""
         self.inner.close()
+
+    def _over(self, upload: Upload) -> Watched:
+        return self._watch.over(f"a copy of {upload.frame.nbytes} bytes to the device")

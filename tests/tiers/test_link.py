@@ -4,30 +4,41 @@ import pytest
 import torch
 
 from mt_lightning.tiers.delayed import DelayedLink
-from mt_lightning.tiers.link import HostLink
+from mt_lightning.tiers.link import DeviceFrame, HostLink, Upload
 
 
 def host_bytes(value: float, num: int = 16) -> torch.Tensor:
     return torch.full((num,), value).view(torch.uint8)
 
 
-def test_host_link_returns_the_same_tensors() -> None:
+def begin(link: DelayedLink, value: float = 2.0) -> Upload:
+    host = host_bytes(value)
+    return link.upload(host, link.frame(host.numel()))
+
+
+def test_host_link_moves_nothing() -> None:
     link = HostLink()
-    host = host_bytes(1.0)
-    device = link.wait(link.upload(host))
-    assert device is host
-    link.retire(device)
-    assert torch.equal(host, host_bytes(1.0))
-    grad = torch.ones(3)
-    assert link.done(link.download(grad)) is grad
+    assert link.unified
+    assert link.free_bytes() is None
+    with pytest.raises(AssertionError, match="no device"):
+        link.frame(16)
     link.close()
+
+
+def test_a_frame_tells_whether_somebody_looks_at_it() -> None:
+    frame = DeviceFrame(torch.empty(64, dtype=torch.uint8))
+    assert not frame.in_use()
+    view = frame.tensor[8:].view(torch.float32)
+    assert frame.in_use()
+    del view
+    assert not frame.in_use()
 
 
 def test_upload_without_wait_reads_nan() -> None:
     link = DelayedLink()
-    upload = link.upload(host_bytes(2.0))
-    assert upload.device.view(torch.float32).isnan().all()
-    assert upload.device.view(torch.bfloat16).isnan().all()
+    upload = begin(link)
+    assert upload.frame.tensor.view(torch.float32).isnan().all()
+    assert upload.frame.tensor.view(torch.bfloat16).isnan().all()
     assert torch.equal(link.wait(upload), host_bytes(2.0))
     assert upload.host is None
     link.close()
@@ -36,34 +47,51 @@ def test_upload_without_wait_reads_nan() -> None:
 def test_host_overwritten_before_wait_is_a_wrong_bit() -> None:
     link = DelayedLink()
     host = host_bytes(2.0)
-    upload = link.upload(host)
+    upload = link.upload(host, link.frame(host.numel()))
     host.zero_()
     assert not torch.equal(link.wait(upload), host_bytes(2.0))
 
 
+def test_host_may_change_once_it_was_taken() -> None:
+    link = DelayedLink()
+    host = host_bytes(2.0)
+    upload = link.upload(host, link.frame(host.numel()))
+    link.taken(upload)
+    host.zero_()
+    assert torch.equal(link.wait(upload), host_bytes(2.0))
+
+
+def test_an_upload_waits_for_what_makes_its_bytes() -> None:
+    link = DelayedLink()
+    host = host_bytes(1.0)
+    upload = link.upload(host, link.frame(host.numel()), lambda: host.copy_(host_bytes(2.0)))
+    for value in range(8):
+        begin(link, float(value))
+    assert upload.host is not None
+    assert torch.equal(link.wait(upload), host_bytes(2.0))
+
+
 def test_retired_frame_reads_nan_through_an_old_view() -> None:
     link = DelayedLink()
-    device = link.wait(link.upload(host_bytes(2.0)))
-    view = device.view(torch.float32)[3:]
-    link.retire(device)
+    upload = begin(link)
+    view = link.wait(upload).view(torch.float32)[3:]
+    link.retire(upload.frame)
     assert view.isnan().all()
-    with pytest.raises(AssertionError):
-        link.retire(device)
 
 
 def test_retire_without_wait() -> None:
     link = DelayedLink()
-    upload = link.upload(host_bytes(2.0))
-    link.retire(upload.device)
-    assert upload.device.view(torch.float32).isnan().all()
+    upload = begin(link)
+    link.retire(upload.frame)
+    assert upload.frame.tensor.view(torch.float32).isnan().all()
     assert upload.host is None
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_order_is_random_but_results_are_not(seed: int) -> None:
     link = DelayedLink(seed)
-    uploads = [link.upload(host_bytes(float(i))) for i in range(10)]
-    downloads = [link.download(torch.full((4,), float(i))) for i in range(10)]
+    uploads = [begin(link, float(i)) for i in range(10)]
+    downloads = [link.download(torch.full((4,), float(i)), torch.empty(4)) for i in range(10)]
     assert (
         sum(upload.host is not None for upload in uploads)
         + sum(download.device is not None for download in downloads)
@@ -77,7 +105,7 @@ def test_order_is_random_but_results_are_not(seed: int) -> None:
 def test_orders_differ_between_seeds() -> None:
     def order(seed: int) -> tuple[bool, ...]:
         link = DelayedLink(seed)
-        uploads = [link.upload(host_bytes(1.0)) for _ in range(12)]
+        uploads = [begin(link) for _ in range(12)]
         return tuple(upload.host is None for upload in uploads)
 
     assert len({order(seed) for seed in range(10)}) > 1
@@ -86,21 +114,30 @@ def test_orders_differ_between_seeds() -> None:
 def test_downloaded_gradient_is_poisoned_once_copied() -> None:
     link = DelayedLink()
     grad = torch.ones(4)
-    download = link.download(grad)
+    download = link.download(grad, torch.empty(4))
     assert torch.equal(grad, torch.ones(4))
+    assert download.host.isnan().all()
     assert torch.equal(link.done(download), torch.ones(4))
     assert grad.isnan().all()
     assert torch.equal(link.done(download), torch.ones(4))
+
+
+def test_downloads_into_one_tensor_keep_their_order() -> None:
+    link = DelayedLink()
+    first = link.download(torch.full((4,), 1e8), torch.empty(4))
+    others = [link.download(torch.full((4,), x), first.host, add=True) for x in (1.0, -1e8)]
+    assert torch.equal(link.done(others[1]), torch.zeros(4)), "1e8 + 1 is 1e8 in fp32"
+    assert torch.equal(link.done(first), torch.zeros(4))
 
 
 def test_gradient_that_shares_its_storage_is_poisoned_later() -> None:
     link = DelayedLink()
     base = torch.ones(8)
     grad = base.detach()
-    copied = link.done(link.download(grad))
+    copied = link.done(link.download(grad, torch.empty(8)))
     assert torch.equal(base, torch.ones(8))
     del base
-    link.done(link.download(torch.zeros(1)))
+    link.done(link.download(torch.zeros(1), torch.empty(1)))
     assert grad.isnan().all()
     assert torch.equal(copied, torch.ones(8))
 
@@ -108,7 +145,7 @@ def test_gradient_that_shares_its_storage_is_poisoned_later() -> None:
 def test_gradient_that_is_a_view_leaves_its_base_alone() -> None:
     link = DelayedLink()
     base = torch.ones(8)
-    link.done(link.download(base[:4]))
+    link.done(link.download(base[:4], torch.empty(4)))
     assert torch.equal(base, torch.ones(8))
     assert not link._copied
 
@@ -117,4 +154,4 @@ def test_download_of_every_layout() -> None:
     link = DelayedLink()
     for tensor in (torch.ones(()), torch.ones(2, 3).t(), torch.empty(0), torch.arange(3)):
         expected = tensor.clone()
-        assert torch.equal(link.done(link.download(tensor)), expected)
+        assert torch.equal(link.done(link.download(tensor, torch.empty_like(tensor))), expected)

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.graphs.choice import Choice
 from mt_lightning.engine.graphs.graph import IS_AVAILABLE, OUTSIDE, Binding, Graph, Places
+from mt_lightning.engine.placement import Room
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import BudgetError, ConfigError
-from mt_lightning.pager.budget import Budget, Reservation
-from mt_lightning.pager.pool import WeightPool
+from mt_lightning.pager.budget import Reservation
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
 
@@ -31,11 +31,9 @@ class Keeper:
 
     Args:
         recompute: True: none are kept. False: all of them, or it is an error. "auto": as many as
-            find room in `limit_bytes`.
-        limit_bytes: What the plan leaves for graphs.
+            find room.
         build: The pages.
-        budget: The host budget.
-        pool: Makes room in it.
+        room: Where their memory comes from.
         stats: Counters to keep.
 
     Attributes:
@@ -48,10 +46,8 @@ class Keeper:
     def __init__(
         self,
         recompute: bool | Literal["auto"],
-        limit_bytes: int,
         build: Build,
-        budget: Budget,
-        pool: WeightPool,
+        room: Room,
         stats: Stats,
     ) -> None:
         if recompute is False and not IS_AVAILABLE:
@@ -60,16 +56,14 @@ class Keeper:
                 "Set recompute='auto'."
             )
         self._recompute = recompute if IS_AVAILABLE else True
-        self._limit_bytes = limit_bytes
-        self._budget = budget
-        self._pool = pool
+        self._room = room
         self._stats = stats
         self.table = build.table
         self._places = [
             Places([spec.offset for spec in page.layout.params], build.members[page.index].params)
             for page in build.table
         ]
-        self._choice = Choice(limit_bytes)
+        self._choice = Choice(room.limit_bytes)
         self._graphs: dict[int, weakref.ref[Graph]] = {}
         """Those that are kept, by number: in the order in which they were made."""
         self._gone: deque[int] = deque()
@@ -136,16 +130,16 @@ class Keeper:
 
     def _find(self, nbytes: int) -> Reservation | None:
         """Reserve room; graphs that backward needs later than this one make room."""
-        limit_bytes = self._limit_bytes - self.beside()
+        limit_bytes = self._room.limit_bytes - self.beside()
         if nbytes > limit_bytes:
             return None
-        while self._held_bytes + nbytes > limit_bytes or self._budget.available_bytes < nbytes:
+        while self._held_bytes + nbytes > limit_bytes or not self._room.has(nbytes):
             if not self.drop_oldest():
                 return None
         return self._reserve(nbytes, "a graph")
 
     def _insist(self, graph: Graph) -> Reservation:
-        what = f"what {graph.unit.name} saved for backward"
+        what, budget = f"what {graph.unit.name} saved for backward", self._room.budget
         try:
             return self._reserve(graph.nbytes, what)
         except BudgetError as error:
@@ -153,14 +147,14 @@ class Keeper:
                 f"recompute=False keeps what every unit saves for backward. "
                 f"{graph.unit.name} saved {graph.nbytes / 2**20:.1f} MiB, the units before it "
                 f"{self._held_bytes / 2**20:.1f} MiB, but only "
-                f"{self._budget.available_bytes / 2**20:.1f} MiB of "
-                f"max_ram_gb={self._budget.limit_bytes / GIB:.3f} are left. Raise max_ram_gb, set "
-                "recompute='auto', or make batches smaller."
+                f"{budget.available_bytes / 2**20:.1f} MiB of "
+                f"{self._room.setting}={budget.limit_bytes / GIB:.3f} are left. Raise "
+                f"{self._room.setting}, set recompute='auto', or make batches smaller."
             ) from error
 
     def _reserve(self, nbytes: int, what: str) -> Reservation:
         with torch.inference_mode(False), torch.no_grad():
-            return self._pool.reserve(nbytes, "graphs", what)
+            return self._room.reserve(nbytes, "graphs", what)
 
     # -- backward ---------------------------------------------------------------------------------
 

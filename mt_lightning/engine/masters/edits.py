@@ -73,9 +73,7 @@ class MasterEdits:
         del self._open[page.index]
         if page.index in self._seen:
             self.settle()
-            self._run.binder.show(page, self._resident_frame(page).tensor)
-        else:
-            self._run.binder.blank(page)
+        self._run.binder.blank(page)
 
     def settle(self) -> None:
         """Split all masters that were shown and are shown no longer."""
@@ -101,6 +99,7 @@ class MasterEdits:
             entry = self._run.pool.entry(page)
             assert entry is not None
             entry.dirty = True
+            self._run.pool.changed(page)
         else:
             self._run.writer.close(page)
 
@@ -143,7 +142,7 @@ class MasterEdits:
         run = self._run
         pairs = zip(dtypes, page.layout.params, strict=True)
         nbytes = sum(dtype.itemsize * spec.numel for dtype, spec in pairs)
-        entry = run.pool.pin(page)
+        entry = run.pool.open(page)
         entry.wait()
         what = f"the fp32 masters of page {page.layout.key} ({', '.join(page.layout.units)})"
         reservation = run.pool.reserve(nbytes, "masters", what)
@@ -189,6 +188,7 @@ class MasterEdits:
         """Drop the rests of parameters that user code has written to."""
         for index, seen in self._seen.items():
             page = self._run.build.table[index]
+            self._run.pool.changes(page)
             now = self._resident_frame(page).tensor
             if torch.equal(seen, now):
                 continue

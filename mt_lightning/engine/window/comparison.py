@@ -17,10 +17,12 @@ from dataclasses import dataclass, field
 import torch
 
 from mt_lightning.engine.gradients import Gradients, PageGrads, flat
+from mt_lightning.engine.leaving import Leaving
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.window.learned import Learned
 from mt_lightning.engine.window.sums import SMALL_BYTES, WindowSums
+from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.link import Link
 
@@ -60,7 +62,8 @@ class Comparison(WindowSums):
     """
 
     def __init__(self, run: Runtime, link: Link, learned: Learned, num_micros: int) -> None:
-        mine = Gradients(run.build.table, run.pool, link, set(run.build.resident))
+        leaving = Leaving(link, run.planes, Stats())
+        mine = Gradients(run.build.table, run.pool, link, leaving, set(run.build.resident))
         super().__init__(run, mine)
         self.findings = Findings()
         self._learned = learned

@@ -1,0 +1,1 @@
+"""What runs on an accelerator, tested without one."""

@@ -26,12 +26,12 @@ from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.machine import fresh_directory, open_machine
 from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
 from mt_lightning.engine.undo import refuse_lost
-from mt_lightning.errors import ConfigError
 from mt_lightning.layer_major.choice import choose_order
 from mt_lightning.layer_major.evaluation import Evaluation
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.plugins.announcement import announce
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
+from mt_lightning.plugins.device import forget_device, refuse_devices, tell_device
 from mt_lightning.plugins.ending import end_asked
 from mt_lightning.plugins.guard import ClipGuard
 from mt_lightning.plugins.masters import name_masters
@@ -55,7 +55,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             trainer's `default_root_dir`, removed when the process exits.
         on_existing: What to do with a directory that holds a committed run: "error", "resume" (go
             on from its last commit) or "overwrite".
-        max_vram_gb: Device budget in GiB; on a CPU it says one line and is ignored.
+        max_vram_gb: Device budget in GiB for weights, gradients and kept graphs; other activations
+            come on top. None: 70 % of what is free. On a CPU it says one line and is ignored.
         max_ram_gb: Host budget in GiB; None: 80 % of what cgroup and host leave free.
         max_disk_gb: Disk ceiling in GiB; None: what is free, less a margin.
         optimizer_compression: How optimizer state is kept. False: as it is. "lossless": every bit,
@@ -180,22 +181,18 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         """The engine, None before `setup`."""
         return self._engine
 
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        """Where the model computes, known as soon as Lightning has told."""
+        return (self.parallel_devices or [torch.device("cpu")])[0]
+
     # -- setup and teardown -----------------------------------------------------------------------
 
     @override
     def setup_environment(self) -> None:
         """Check the device before user hooks run."""
-        devices = self.parallel_devices or [torch.device("cpu")]
-        if len(devices) > 1:
-            raise ConfigError(
-                f"'megatrain' runs on one device, not {len(devices)}; use Trainer(devices=1)."
-            )
-        if devices[0].type != "cpu":
-            raise ConfigError(
-                f"strategy='megatrain' computes on the CPU in this version, not on "
-                f"{devices[0]}; pass "
-                "Trainer(accelerator='cpu')."
-            )
+        refuse_devices(self.parallel_devices)
         super().setup_environment()
 
     @override
@@ -206,8 +203,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         assert model is not None
         self.accelerator.setup(trainer)
         refuse(trainer, self.checkpoint_io, self._engine)
-        if self.options.max_vram_gb is not None:
-            log.info("max_vram_gb is ignored: the model runs on the CPU.")
+        tell_device(model, self.root_device, self.options)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self._failed = False
         engine = self._open(model, trainer)
@@ -254,7 +250,9 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         own = directories is None
         if directories is None:
             directories = [fresh_directory(trainer.default_root_dir)]
-        machine = open_machine(directories, self.options.on_existing, **self._seams)
+        machine = open_machine(
+            directories, self.options.on_existing, device=self.root_device, **self._seams
+        )
         masters = self.precision_plugin.keeps_masters
         engine = Engine(model, machine, self.options, masters=masters, **self._sizes)
         self._closing = weakref.finalize(engine, machine.close, remove=own)
@@ -307,6 +305,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 self._engine.detach(failed=self._failed)
         finally:
             self.precision_plugin.attach(None)
+            forget_device(self.lightning_module)
             self.precision_plugin.teardown()
             if self.accelerator is not None:
                 self.accelerator.teardown()

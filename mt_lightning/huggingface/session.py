@@ -50,7 +50,8 @@ def init(
     Args:
         offload_dir: One directory, or a list with one per drive. None: a fresh one under the
             `output_dir` of each Trainer.
-        max_vram_gb: Device budget in GiB; on a CPU it says one line and is ignored.
+        max_vram_gb: Device budget in GiB; see `MegaTrainStrategy`. On a CPU it says one line and is
+            ignored.
         optimizer_compression: How optimizer state is kept; see `MegaTrainStrategy`.
         **options: The other options of `MegaTrainStrategy`, such as `max_ram_gb`.
 

@@ -68,7 +68,8 @@ class Evaluation:
             loop.__dict__.pop("run", None)
 
     def _run(self, place: int, loop: Any, run: Callable[[], Any]) -> Any:
-        if not self._engine.attached or weights_fit(self._engine):
+        on_host = self._engine.machine.link.device.type == "cpu"
+        if not on_host or not self._engine.attached or weights_fit(self._engine):
             return run()
         known = self._known.setdefault(place, Shown())
         following = _Following(self._trainer, self._engine, loop, known, self.told)

@@ -20,6 +20,9 @@ _WRAPPERS = {
     "ScriptModule": "its code cannot be stopped between two layers",
 }
 
+_NOWHERE = ("cpu", "meta")
+"""Where parameters may be that are trained on another device."""
+
 
 def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Optimizer]:
     """Return the optimizers as a list.
@@ -38,6 +41,26 @@ def check_optimizers(given: Optimizer | Sequence[Optimizer] | None) -> list[Opti
             )
         check_supported(optimizer)
     return optimizers
+
+
+def device_of(model: nn.Module, asked: str | torch.device | None) -> torch.device:
+    """Return where a model computes, with its index: what was asked for, or where it is.
+
+    Raises:
+        ConfigError: Its parameters are on several devices, or on another one than asked for.
+    """
+    found = sorted({str(p.device) for p in model.parameters() if p.device.type not in _NOWHERE})
+    wanted = torch.device(asked) if asked is not None else None
+    if wanted is None:
+        wanted = torch.device(found[0] if found else "cpu")
+    if wanted.type != "cpu" and wanted.index is None:
+        wanted = torch.device(wanted.type, torch.get_device_module(wanted).current_device())
+    if [name for name in found if name != str(wanted)]:
+        raise ConfigError(
+            f"the model has parameters on {', '.join(found)}, and mt.page computes on one device, "
+            f"{wanted}. Move the model there or to the CPU, or give device=."
+        )
+    return wanted
 
 
 def check_model(model: Any, optimizers: Sequence[Optimizer]) -> None:

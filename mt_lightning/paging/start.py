@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -18,8 +19,9 @@ from mt_lightning.engine.machine import fresh_directory, open_machine
 from mt_lightning.engine.options import Durability, Nonfinite, OnExisting, Options
 from mt_lightning.errors import ConfigError
 from mt_lightning.pages.sizes import BLOCK_BYTES
-from mt_lightning.paging.checks import check_model, check_optimizers
+from mt_lightning.paging.checks import check_model, check_optimizers, device_of
 from mt_lightning.paging.handle import Paged
+from mt_lightning.tiers.link import Link
 from mt_lightning.tiers.patience import DISK_FULL_TIMEOUT_S
 from mt_lightning.tiers.store import Store
 
@@ -32,6 +34,7 @@ def page(
     *,
     offload_dir: Sequence[str | os.PathLike[str]] | str | os.PathLike[str] | None = None,
     on_existing: OnExisting = "error",
+    device: str | torch.device | None = None,
     max_vram_gb: float | None = None,
     max_ram_gb: float | None = None,
     max_disk_gb: float | None = None,
@@ -42,6 +45,7 @@ def page(
     nonfinite: Nonfinite = "raise",
     units: str | Sequence[str] | None = None,
     disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
+    _link: Link | None = None,
     _wrap_store: Callable[[Store], Store] | None = None,
     _slice_bytes: int = BLOCK_BYTES,
 ) -> Paged:
@@ -51,14 +55,16 @@ def page(
     and a page is updated just before its next use.
 
     Args:
-        model: The model, on the CPU or on meta. Its parameters stay the same objects, but those on
-            meta, which `optimizer` gets the successors of.
+        model: The model, on the CPU, on meta, or on the device it trains on. Its parameters stay
+            the same objects, but those on meta, which `optimizer` gets the successors of.
         optimizer: The optimizer, a list of them, or None to run the model without training it.
         offload_dir: One directory, or a list with one per drive. None: a fresh one under the
             current directory, removed when the handle is closed.
         on_existing: What to do with a directory that holds a committed run: "error", "resume" (take
             weights and optimizer state from its last commit) or "overwrite".
-        max_vram_gb: Device budget in GiB; on a CPU it says one line and is ignored.
+        device: Where the model computes; None: where its parameters are. The loop brings batches.
+        max_vram_gb: Device budget in GiB; see `MegaTrainStrategy`. On a CPU it says one line and is
+            ignored.
         max_ram_gb: Host budget in GiB; None: 80 % of what cgroup and host leave free.
         max_disk_gb: Disk ceiling in GiB; None: what is free, less a margin.
         optimizer_compression: How optimizer state is kept; see `MegaTrainStrategy`.
@@ -100,13 +106,16 @@ def page(
         )
     optimizers = check_optimizers(optimizer)
     check_model(model, optimizers)
-    if options.max_vram_gb is not None:
+    where = device_of(model, device)
+    if options.max_vram_gb is not None and where.type == "cpu":
         log.info("max_vram_gb is ignored: the model runs on the CPU.")
     directories = options.directories
     own = directories is None
     machine = open_machine(
         [fresh_directory(os.getcwd())] if directories is None else directories,
         on_existing,
+        device=where,
+        link=_link,
         wrap_store=_wrap_store,
         disk_full_timeout_s=disk_full_timeout_s,
     )

@@ -106,7 +106,9 @@ class MegaTrainPrecision(Precision):
         if self.precision != "bf16-mixed":
             yield
         else:
-            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            engine = self._engine
+            kind = "cpu" if engine is None else engine.machine.link.device.type
+            with torch.autocast(kind, dtype=torch.bfloat16, cache_enabled=False):
                 yield
 
     @override

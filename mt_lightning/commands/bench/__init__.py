@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from mt_lightning.commands.bench import adamw, prefetch
+from mt_lightning.commands.bench.gpu_command import add_gpu_parser, run_gpu
 from mt_lightning.commands.bench.io_command import add_io_parser, run_io
 from mt_lightning.commands.bench.machine_command import add_machine_parser, run_machine
 from mt_lightning.commands.bench.step_command import add_step_parser, run_step
@@ -36,6 +37,7 @@ def add_bench_parser(commands: Any) -> None:
     add_io_parser(benches)
     add_machine_parser(benches)
     add_step_parser(benches)
+    add_gpu_parser(benches)
 
 
 def _add_prefetch_parser(benches: Any) -> None:
@@ -114,4 +116,5 @@ _BENCHES: dict[str, Callable[[argparse.Namespace], int]] = {
     "io": run_io,
     "machine": run_machine,
     "step": run_step,
+    "gpu": run_gpu,
 }

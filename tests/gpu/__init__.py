@@ -1,0 +1,1 @@
+"""What only a real accelerator can show; skipped without one."""

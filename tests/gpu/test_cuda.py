@@ -1,0 +1,141 @@
+"""Paged training on a real device: bits, budgets, overlap, and what is left after an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+
+import mt_lightning as mt
+
+from .reference import BATCH, NUM_STEPS, Net, assert_same, data, deterministic, fit, train_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA or ROCm"),
+]
+
+GIB = 1 << 30
+SETTINGS: dict[str, Any] = {"accelerator": "gpu", "devices": 1}
+CUDA = torch.device("cuda", 0)
+
+
+class Evaluated(Net):
+    def test_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("loss", self.training_step(batch, batch_idx))
+
+
+@pytest.fixture(autouse=True)
+def same_bits_each_time(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    with deterministic():
+        yield
+
+
+def smallest_vram_gb(root: Path) -> float:
+    with pytest.raises(mt.BudgetError) as refusal:
+        fit(Net(), mt.MegaTrainStrategy(max_vram_gb=1e-6), root, **SETTINGS)
+    assert refusal.value.smallest_gb is not None
+    return refusal.value.smallest_gb
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("factor", [1.0, 1.3, 2.0, 100.0])
+@pytest.mark.parametrize("recompute", [True, "auto"])
+def test_bits_are_those_of_the_reference(
+    clip_norm: float | None, factor: float, recompute: Any, tmp_path: Path
+) -> None:
+    module = Net()
+    strategy = mt.MegaTrainStrategy(
+        max_vram_gb=factor * smallest_vram_gb(tmp_path), recompute=recompute, durability="step"
+    )
+    fit(module, strategy, tmp_path, gradient_clip_val=clip_norm, **SETTINGS)
+    assert_same(module, train_reference(CUDA, clip_norm=clip_norm))
+
+
+def test_late_compute_changes_no_bit(tmp_path: Path) -> None:
+    expected = train_reference(CUDA)
+    for cycles in (10_000, 1_000_000, 20_000_000):
+        module = Net()
+        module.on_forward = lambda cycles=cycles: torch.cuda._sleep(cycles)
+        strategy = mt.MegaTrainStrategy(
+            max_vram_gb=1.2 * smallest_vram_gb(tmp_path), durability="step"
+        )
+        fit(module, strategy, tmp_path, **SETTINGS)
+        assert_same(module, expected)
+
+
+def test_the_budget_holds_from_setup_to_the_end_of_a_test(tmp_path: Path) -> None:
+    budget_gb = smallest_vram_gb(tmp_path)
+    # What one unit computes beside its weights: a few activations, and their gradients.
+    activation_bytes = 20 * BATCH * 4 * Net().layers[0].up.weight.numel()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    module = Evaluated()
+    strategy = mt.MegaTrainStrategy(max_vram_gb=budget_gb, recompute=True, durability="step")
+    trainer = fit(module, strategy, tmp_path, **SETTINGS)
+    rows: Any = DataLoader(data(), BATCH)  # pyright: ignore[reportArgumentType]
+    trainer.test(module, rows, verbose=False)
+    peak = torch.cuda.max_memory_allocated() - before
+    whole = sum(p.numel() * p.element_size() for p in module.parameters())
+    assert peak <= budget_gb * GIB + activation_bytes
+    assert peak < whole, "the whole model was on the device"
+
+
+def test_copies_run_beside_kernels(tmp_path: Path) -> None:
+    module = Net()
+    module.on_forward = lambda: torch.cuda._sleep(2_000_000)
+    strategy = mt.MegaTrainStrategy(
+        max_vram_gb=2.5 * smallest_vram_gb(tmp_path), recompute=True, durability="step"
+    )
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+        fit(module, strategy, tmp_path, **SETTINGS)
+        torch.cuda.synchronize()
+    spans: dict[str, list[tuple[float, float]]] = {"HtoD": [], "DtoH": [], "kernel": []}
+    for event in profiler.events() or []:
+        if event.device_type != torch.autograd.DeviceType.CUDA:
+            continue
+        kind = next((each for each in ("HtoD", "DtoH") if each in event.name), "kernel")
+        spans[kind].append((event.time_range.start, event.time_range.end))
+    for kind in ("HtoD", "DtoH"):
+        beside = sum(
+            any(a < stop and b > start for a, b in spans["kernel"]) for start, stop in spans[kind]
+        )
+        assert beside > len(spans[kind]) / 4, f"{beside} of {len(spans[kind])} {kind} copies"
+
+
+def test_running_out_of_memory_leaves_the_pages_at_a_step(tmp_path: Path) -> None:
+    class Greedy(Net):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            if batch_idx == NUM_STEPS - 2:
+                torch.empty(1 << 50, device=self.device)
+            return super().training_step(batch, batch_idx)
+
+    module = Greedy()
+    strategy = mt.MegaTrainStrategy(max_vram_gb=2 * smallest_vram_gb(tmp_path), durability="step")
+    with pytest.raises(torch.OutOfMemoryError):
+        fit(module, strategy, tmp_path, **SETTINGS)
+    assert_same(module, train_reference(CUDA, num_steps=NUM_STEPS - 2))
+
+
+@pytest.mark.parametrize("starts_on", ["cpu", "cuda:0"])
+def test_a_plain_loop_on_pages_gives_the_same_bits(starts_on: str, tmp_path: Path) -> None:
+    module = Net().to(starts_on)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    with mt.page(module, optimizer, offload_dir=tmp_path / "pages", device=CUDA):
+        torch.manual_seed(2)
+        for rows in data().split(BATCH):
+            optimizer.zero_grad()
+            module.training_step(rows.to(CUDA), 0).backward()
+            optimizer.step()
+    assert_same(module, train_reference(CUDA))
+
+
+def test_staging_is_page_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    fit(Net(), mt.MegaTrainStrategy(), tmp_path, **SETTINGS)
+    assert "page-locked" not in caplog.text

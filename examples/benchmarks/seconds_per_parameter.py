@@ -52,8 +52,10 @@ def row(times: float, turns: list[Turn]) -> dict[str, float]:
 
 def table_of(rows: list[dict[str, float]]) -> Table:
     """Return the rows as a table for the terminal."""
-    table = Table(title="A step per billion parameters", title_justify="left")
-    for heading in ("of the budget", "parameters", "time", "CPU", "read", "written"):
+    table = Table(
+        title="Seconds of a step per billion parameters, bytes per parameter", title_justify="left"
+    )
+    for heading in ("of the budget", "parameters", "time", "CPU", "read, bytes", "written, bytes"):
         table.add_column(heading, justify="right")
     for each in rows:
         table.add_row(
@@ -61,8 +63,8 @@ def table_of(rows: list[dict[str, float]]) -> Table:
             f"{each['num_params'] / 1e6:.0f}M",
             f"{each['s_per_billion']:.1f} s",
             f"{each['cpu_s_per_billion']:.1f} s",
-            f"{each['read_bytes_per_param']:.1f} B/parameter",
-            f"{each['written_bytes_per_param']:.1f} B/parameter",
+            f"{each['read_bytes_per_param']:.1f}",
+            f"{each['written_bytes_per_param']:.1f}",
         )
     return table
 

@@ -45,7 +45,7 @@ def completed_command(words: Sequence[str], commands: Collection[str]) -> str | 
     rest = rest or [""]
     if len(rest) == 1:  # the command itself is being typed
         return " ".join(name for name in sorted(commands) if name.startswith(rest[0]))
-    if rest[0] not in ("train", "demo"):
+    if rest[0] not in ("train", "demo", "data"):
         return ""
     os.environ[_LINE] = " ".join([program, *rest[1:]])
     return None

@@ -19,7 +19,7 @@ from mt_lightning import cli
         (["model=tiny", "train"], "the command comes first: megatrain train model=tiny"),
         (["-c", "x.yaml", "fit"], "the command comes first: megatrain fit -c x.yaml"),
         (["trian"], "'trian' is no command; did you mean train?"),
-        (["zzz"], "commands are demo, train, fit, validate, test, predict"),
+        (["zzz"], "commands are demo, train, data, fit, "),
     ],
 )
 def test_a_first_word_that_is_no_command(

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from mt_lightning.cli import main
+from mt_lightning.plugins.precision import SUPPORTED
 
 from .forked.process import run
 
@@ -113,6 +114,18 @@ def test_every_page_ends_with_limits() -> None:
     for page in PAGES:
         headings = re.findall(r"^##? (.+)$", page.read_text(), re.MULTILINE)
         assert headings[-1] == "Limits and workarounds", page.name
+
+
+def test_the_index_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = set(re.findall(r"\]\((\w+\.md)\)", index.read_text()))
+    assert linked == {page.name for page in index.parent.glob("*.md")} - {index.name}
+
+
+def test_the_readme_names_every_precision() -> None:
+    row = re.search(r"^\| precision \|(.+)$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert row is not None
+    assert set(re.findall(r"`([\w-]+)`", row[1])) == set(SUPPORTED)
 
 
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.table import Table
 from rich.text import Text
@@ -134,10 +135,12 @@ def _training_of(settings: DictConfig) -> Training:
     written: Any = OmegaConf.to_container(strategy, resolve=True)
     options = Options(**{key: value for key, value in written.items() if key in names})
     trainer, data = settings.trainer, settings.data
-    if trainer.get("accelerator", "cpu") not in ("cpu", "auto"):
+    accelerator = trainer.get("accelerator") or "auto"  # which takes what Lightning finds
+    if accelerator != "cpu" and (accelerator != "auto" or torch.accelerator.is_available()):
         raise ConfigError(
-            f"recipe=auto plans for the CPU, not for trainer.accelerator={trainer.accelerator}. "
-            "Choose a preset instead, such as hardware=rtx4090, or set the budgets yourself."
+            f"recipe=auto plans for the CPU, not for trainer.accelerator={accelerator} on this "
+            "machine. Set trainer.accelerator=cpu; or choose a preset instead, such as "
+            "hardware=rtx4090, or set the budgets yourself."
         )
     target = str(settings.optimizer.get("_target_"))
     if target not in _OPTIMIZERS:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import DictConfig, OmegaConf
 
 from mt_lightning.commands import recipe
@@ -22,6 +23,7 @@ MIB = 1 << 20
 def _no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MT_LIGHTNING_CACHE", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, mib: float) -> None:
@@ -95,3 +97,12 @@ def test_what_cannot_fit_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPat
 def test_runs_that_cannot_be_planned_are_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         chosen(*arguments)
+
+
+def test_a_machine_whose_accelerator_would_be_taken_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ConfigError, match=r"not for trainer\.accelerator=auto on this machine"):
+        chosen()
+    assert "strategy.max_ram_gb" in chosen("trainer.accelerator=cpu")

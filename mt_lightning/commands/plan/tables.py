@@ -231,8 +231,8 @@ def _notes(found: Answer) -> Iterator[str]:
     machine = found.machine
     if not machine.measured:
         yield (
-            f"Times on {machine.name} are modelled from data sheets, not measured, and this "
-            "version computes on the CPU only."
+            f"Times on {machine.name} are modelled from data sheets; no run on an accelerator was "
+            "measured yet."
         )
     if found.work is not None and found.work.reason:
         yield f"Computing was estimated from the number of parameters: {found.work.reason}."

@@ -26,7 +26,7 @@ from mt_lightning.huggingface.data.blocks import EpochShuffle, TokenBlocks
 from mt_lightning.huggingface.data.encoding import Encoder, Facts, Overlong
 from mt_lightning.huggingface.data.kinds import Kind, LossOn, check_columns
 from mt_lightning.huggingface.data.packs import best_fit
-from mt_lightning.huggingface.data.sources import ROW_SUFFIXES, Rows
+from mt_lightning.huggingface.data.sources import ROW_SUFFIXES, Rows, check_is_text
 from mt_lightning.huggingface.data.store import Store, open_store
 from mt_lightning.huggingface.loading import load_tokenizer
 from mt_lightning.huggingface.token_file import token_dtype, token_file_path, write_token_file
@@ -308,6 +308,7 @@ class TextDataModule(LightningDataModule):
 
     def _files(self) -> list[Path]:
         if self.path.is_file():
+            check_is_text(self.path)
             return [self.path]
         is_folder = self.path.is_dir()
         suffixes = (_TEXT_SUFFIX, *ROW_SUFFIXES)

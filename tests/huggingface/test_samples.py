@@ -232,6 +232,15 @@ def test_long_samples_are_cut_dropped_or_refused(caplog: pytest.LogCaptureFixtur
         make(rows, sequence_length=11, overlong="refuse")
 
 
+def test_columns_that_are_not_read_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    alpaca = [{"instruction": "add", "input": "1, 2", "output": "3"}] * 4
+    make(alpaca, columns={"prompt": "instruction", "completion": "output"})
+    assert "made of 'prompt' and 'completion'; not read: 'input'. " in caplog.text
+    caplog.clear()
+    make([{**row, "tools": None} for row in conversations(4)])
+    assert "not read" not in caplog.text
+
+
 def test_samples_that_never_end_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     make([{"text": "0123456789"}] * 4, sequence_length=8)
     assert "no sample ends in the end-of-text token '<|im_end|>'" in caplog.text

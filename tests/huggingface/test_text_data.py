@@ -191,3 +191,22 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path, cache: Path) -> None
     with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 text"):
         make_data(path).setup()
     assert list((cache / "tokens").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("talks.json", r"rename it to talks\.jsonl; else .* data\.dataset\.path=json "),
+        (
+            "rows.csv",
+            r"is no text, .* data\.dataset\.path=csv data\.dataset\.data_files=.*rows\.csv",
+        ),
+        ("rows.PARQUET", r"data\.dataset\.path=parquet "),
+        ("talks.jsonl.gz", r"is a packed file\. Unpack it"),
+    ],
+)
+def test_tables_and_packed_files_are_not_trained_as_texts(
+    tmp_path: Path, name: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_data(write_text(tmp_path / name, LINES)).setup()

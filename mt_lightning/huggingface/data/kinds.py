@@ -55,6 +55,12 @@ def kind_of(columns: Iterable[str], asked: Kind | Literal["auto"] = "auto") -> K
     )
 
 
+def unread_columns(columns: Iterable[str], kind: Kind) -> list[str]:
+    """Return the columns that samples of a kind leave aside."""
+    read = COLUMNS[kind] if kind == "text" else (*COLUMNS[kind], "tools")
+    return [column for column in columns if column not in read]
+
+
 def check_loss_on(kind: Kind, loss_on: LossOn) -> LossOn:
     """Return which tokens are trained, "auto" made definite.
 

@@ -16,6 +16,30 @@ from mt_lightning.errors import ConfigError
 ROW_SUFFIXES = (".jsonl", ".ndjson")
 """Names of files with one JSON object per line."""
 
+_TABLES = {".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"}
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
+
+
+def check_is_text(file: Path) -> None:
+    """Refuse a file whose name says that it is no text, before it is trained letter by letter.
+
+    Raises:
+        ConfigError: It is a table, or packed.
+    """
+    suffix = file.suffix.lower()
+    if suffix in _PACKED:
+        raise ConfigError(
+            f"data.path={str(file)!r} is a packed file. Unpack it, and set data.path to the text "
+            "or the JSON lines in it."
+        )
+    if suffix in _TABLES:
+        raise ConfigError(
+            f"data.path={str(file)!r} is no text, and no JSON lines by its name. If each line "
+            f"holds one JSON object, rename it to {file.stem}.jsonl; else read it with "
+            f"data=dataset data.dataset.path={_TABLES[suffix]} data.dataset.data_files={file} "
+            "(in Python: dataset=datasets.load_dataset(...))."
+        )
+
 
 class Rows:
     """Rows of a data set, with a name for each and a key for all of them.

@@ -23,7 +23,12 @@ from numpy.typing import NDArray
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.data.encoding import Encoder, Facts
-from mt_lightning.huggingface.data.kinds import Kind, check_loss_on
+from mt_lightning.huggingface.data.kinds import (
+    COLUMNS,
+    Kind,
+    check_loss_on,
+    unread_columns,
+)
 from mt_lightning.huggingface.data.sources import Rows
 from mt_lightning.huggingface.token_file import token_dtype, tokenizer_key
 
@@ -74,7 +79,17 @@ def open_store(
         ConfigError: The data set is empty, no sample can be trained on, or the marks are wrong.
     """
     names = {theirs: ours for ours, theirs in columns.items()}
-    kind = encoder.kind([names.get(name, name) for name in rows.columns])
+    found = [names.get(name, name) for name in rows.columns]
+    kind = encoder.kind(found)
+    unread = unread_columns(found, kind)
+    if unread:
+        log.warning(
+            "%s: samples are made of %s; not read: %s. What the model shall see of them has to be "
+            "in the columns that are read.",
+            rows.name,
+            " and ".join(map(repr, COLUMNS[kind])),
+            ", ".join(map(repr, unread)),
+        )
     place = folder / _key(rows, columns, encoder, kind)
     dtype = token_dtype(encoder.tokenizer)
     if not (place / "facts.json").exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import os
@@ -20,9 +21,9 @@ from mt_lightning.callbacks.recorder import PagingRecorder, RunCost
 from mt_lightning.callbacks.report_page import page_html
 from mt_lightning.callbacks.report_plots import Course, draw
 from mt_lightning.engine.plan import Plan
-from mt_lightning.errors import ConfigError
+from mt_lightning.errors import ConfigError, StorageError
 from mt_lightning.tiers.filesystem import files_bytes
-from mt_lightning.tiers.spans import listen, listening
+from mt_lightning.tiers.spans import listen, listening, unlisten
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,23 @@ class PagingReport(PagingRecorder):
         self._disk_s = 0.0
 
     def on_begin(self, trainer: Trainer, plan: Plan) -> None:
-        """Forget an earlier fit."""
+        """Forget an earlier fit, and make the folder while there is nothing to lose.
+
+        Raises:
+            StorageError: The folder cannot be made or written to.
+        """
+        folder = self._folder(trainer)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if not os.access(folder, os.W_OK):
+                raise PermissionError(errno.EACCES, "it cannot be written to")
+        except OSError as error:
+            raise StorageError(
+                error.errno,
+                f"PagingReport cannot make its folder ({error.strerror}); set "
+                "PagingReport(directory=...) to one that can be written to",
+                str(folder),
+            ) from error
         self._course, self._losses, self._timeline = Course(), [], None
         self._disk_s = 0.0
         steps = trainer.estimated_stepping_batches
@@ -95,7 +112,7 @@ class PagingReport(PagingRecorder):
     def on_step(self, trainer: Trainer, pl_module: LightningModule, record: StepRecord) -> None:
         """Note the loss, and the memory of each tier."""
         if self._timeline is not None and record.step == self._timeline_step:
-            listen(None)
+            unlisten(self._timeline)
         losses, self._losses = self._losses, []
         self._course.losses.append(sum(losses) / len(losses) if losses else float("nan"))
         self._course.process_bytes.append(process_memory_bytes())
@@ -110,13 +127,38 @@ class PagingReport(PagingRecorder):
     def on_close(self, trainer: Trainer, cost: RunCost) -> None:
         """Write the report."""
         events = self._timeline.events if self._timeline is not None else []
-        if self._timeline is not None:
-            listen(None)
-        folder = Path(self._directory or Path(trainer.default_root_dir) / "paging_report")
-        folder.mkdir(parents=True, exist_ok=True)
         plots = draw(cost, self._course, events, self._timeline_step)
-        for name, png in plots.items():
-            (folder / f"{name}.png").write_bytes(png)
         title = type(trainer.lightning_module).__name__
-        (folder / "report.html").write_text(page_html(title, cost, plots), encoding="utf-8")
+        folder = self._folder(trainer)
+        try:
+            for name, png in plots.items():
+                (folder / f"{name}.png").write_bytes(png)
+            (folder / "report.html").write_text(page_html(title, cost, plots), encoding="utf-8")
+        except OSError as error:
+            # Training is over, or ends by an error of its own: neither is to be lost for a page.
+            log.warning(
+                "PagingReport: the report is not written whole: %s. Free space, or set "
+                "PagingReport(directory=...) to a folder that can be written to.",
+                error,
+            )
+            return
         log.info("Paging report: %s", folder / "report.html")
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report of what has been done, and listen no more."""
+        self._stop_listening()
+        super().on_fit_end(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        """Write the report of what has been done, and listen no more."""
+        self._stop_listening()
+        super().on_exception(trainer, pl_module, exception)
+
+    def _stop_listening(self) -> None:
+        if self._timeline is not None:
+            unlisten(self._timeline)
+
+    def _folder(self, trainer: Trainer) -> Path:
+        return Path(self._directory or Path(trainer.default_root_dir) / "paging_report")

@@ -15,7 +15,7 @@ from mt_lightning.callbacks.chrome_trace import Gauge, TraceRecorder
 from mt_lightning.callbacks.recorder import paging_engine
 from mt_lightning.engine.engine import Engine
 from mt_lightning.errors import ConfigError
-from mt_lightning.tiers.spans import listen
+from mt_lightning.tiers.spans import listen, unlisten
 
 log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class PagingTrace(Callback):
     def _write(self) -> None:
         recorder, self._recorder = self._recorder, None
         assert recorder is not None
-        listen(None)
+        unlisten(recorder)
         recorder.write(self._path)
         self._written = True
         if recorder.full:

@@ -37,6 +37,13 @@ def listen(listener: Listener | None) -> None:
     _listener = listener
 
 
+def unlisten(listener: Listener) -> None:
+    """Let `listener` hear no more; another one that took its place goes on listening."""
+    global _listener
+    if _listener is listener:
+        _listener = None
+
+
 def listening() -> bool:
     """Return whether anybody listens."""
     return _listener is not None or profiler._is_profiler_enabled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -13,6 +14,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from mt_lightning import PagingReport, PagingTrace
 from mt_lightning.callbacks.tables import format_bytes
+from mt_lightning.errors import StorageError
 from mt_lightning.tiers.filesystem import files_bytes
 from mt_lightning.tiers.spans import listening
 
@@ -96,6 +98,50 @@ def test_a_trace_beside_it_keeps_its_spans(fit: Fit, tmp_path: Path) -> None:
     steps = set(re.findall(r"step \((\d)\)", (tmp_path / "trace.json").read_text()))
     assert steps == {"2", "3", "4"}
     assert (tmp_path / "paging_report" / "report.html").exists()
+
+
+@pytest.mark.parametrize("report_first", [False, True])
+def test_a_trace_of_the_same_steps_keeps_its_spans(
+    fit: Fit, tmp_path: Path, report_first: bool
+) -> None:
+    callbacks: list[Callback] = [PagingTrace(tmp_path / "trace.json"), PagingReport()]
+    fit(callbacks[::-1] if report_first else callbacks, max_steps=6)
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    starts = sorted(e["ts"] for e in events if e.get("name", "").startswith("step ("))
+    forwards = [e["ts"] for e in events if e.get("name", "").startswith("forward")]
+    assert len(starts) == 3
+    assert max(forwards) > starts[-1]
+    assert not listening()
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_training(fit: Fit, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    report = PagingReport(tmp_path / "file" / "report")
+    with pytest.raises(StorageError, match=r"set PagingReport\(directory=\.\.\.\)"):
+        fit([report], max_steps=2)
+    assert report.records == []
+
+
+def test_a_folder_that_is_lost_costs_the_report_and_not_the_fit(
+    fit: Fit, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Lose(Callback):
+        def on_train_end(self, *_: object) -> None:
+            (tmp_path / "paging_report").rmdir()
+
+    trainer = fit([PagingReport(), Lose()], max_steps=2)
+    assert trainer.global_step == 2
+    assert "the report is not written whole" in caplog.text
+
+
+def test_nobody_listens_after_an_error_in_the_first_step(fit: Fit) -> None:
+    class Fail(Callback):
+        def on_train_batch_end(self, *_: object) -> None:
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        fit([Fail(), PagingReport()], max_steps=1)
+    assert not listening()
 
 
 def test_titles_are_text(fit: Fit, tmp_path: Path) -> None:

@@ -137,6 +137,7 @@ def _complete(override: Override, settings: DictConfig, groups: Mapping[str, Seq
     name = override.key_or_group
     _check_known(name, settings, groups)
     parent_key, _, name = name.rpartition(".")
+    _check_switch(override, settings, parent_key, name)
     parent = OmegaConf.select(settings, parent_key, throw_on_missing=False) if parent_key else None
     if not isinstance(parent, DictConfig) or name in parent or "_target_" not in parent:
         return line
@@ -166,6 +167,22 @@ def _check_known(name: str, settings: DictConfig, groups: Mapping[str, Sequence[
             )
         node = None if OmegaConf.is_missing(node, part) else node[part]
         path += f"{part}."
+
+
+def _check_switch(override: Override, settings: DictConfig, parent_key: str, name: str) -> None:
+    """Raise ConfigError where a switch of ours gets what is no switch: "no" would count as true."""
+    parent = (
+        OmegaConf.select(settings, parent_key, throw_on_missing=False) if parent_key else settings
+    )
+    if not isinstance(parent, DictConfig) or "_target_" in parent:
+        return  # a class checks its own
+    written: Any = OmegaConf.to_container(parent, resolve=False)
+    value = override.value()
+    refers = override.is_sweep_override() or (isinstance(value, str) and "${" in value)
+    if isinstance(written.get(name), bool) and not isinstance(value, bool) and not refers:
+        raise ConfigError(
+            f"{override.input_line}: {override.key_or_group} is a switch; set it to true or false."
+        )
 
 
 def _parameters(target: str) -> Mapping[str, inspect.Parameter]:

@@ -171,6 +171,18 @@ def test_a_plus_before_a_group_is_allowed() -> None:
     assert complete_arguments(["-m", "+experiment=tiny_sgd,null"])[1] == "experiment=tiny_sgd,null"
 
 
+@pytest.mark.parametrize(
+    "arguments", [["save_model=no"], ["resume=1"], ["recipe=auto", "recipe.lossy='false'"]]
+)
+def test_a_switch_takes_nothing_else_for_true(arguments: list[str]) -> None:
+    with pytest.raises(ConfigError, match="is a switch; set it to true or false"):
+        complete_arguments(["model=tiny", *arguments])
+    name = arguments[-1].partition("=")[0]
+    for good in ("true", "False", "${oc.env:SWITCH}"):
+        given = ["model=tiny", *arguments[:-1], f"{name}={good}"]
+        assert complete_arguments(given) == given
+
+
 def test_choices_of_ones_own_folder_are_found(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\nseed: 7\n")

@@ -102,6 +102,8 @@ class TextDataModule(LightningDataModule):
         ):
             if value < minimum:
                 raise ConfigError(f"data.{name}={value} is too small; set it to {minimum} or more.")
+        if not isinstance(packing, bool):
+            raise ConfigError(f"data.packing={packing!r} is no switch; set it to True or False.")
         if not 0 <= val_fraction < 1:
             raise ConfigError(
                 f"data.val_fraction={val_fraction} is not a share; set it from 0 to below 1."

@@ -217,6 +217,35 @@ def test_columns_can_have_other_names() -> None:
     assert shown(data.tokenizer, rows_of(data)[0]) == "1[2<|im_end|>]"
 
 
+def test_columns_can_change_places() -> None:
+    rows = [{"prompt": "2", "completion": "1"}] * 4
+    data = make(rows, columns={"prompt": "completion", "completion": "prompt"})
+    assert shown(data.tokenizer, rows_of(data)[0]) == "1[2<|im_end|>]"
+
+
+def test_a_template_counts_where_conversations_follow_texts(cache: Path) -> None:
+    rows = [{"text": "a"}, *conversations(3)]
+    make(rows)
+    make(rows, chat_template=MARKED)
+    assert len(list((cache / "samples").iterdir())) == 2
+
+
+def test_a_table_of_pandas_is_refused_with_the_way_out() -> None:
+    class Table:
+        iloc = None
+
+        def __getitem__(self, column: str) -> None: ...
+
+    with pytest.raises(ConfigError, match=r"table\.to_dict\('records'\)"):
+        make(Table())
+
+
+def test_the_mark_of_windows_is_no_part_of_a_row(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "abc"}\n')
+    data = make(None, path=tmp_path / "a.jsonl", val_fraction=0)
+    assert shown(data.tokenizer, rows_of(data)[0]) == "[abc<|im_end|>]"
+
+
 def test_long_samples_are_cut_dropped_or_refused(caplog: pytest.LogCaptureFixture) -> None:
     rows = [{"prompt": "p" * n, "completion": "c" * 4} for n in (4, 8, 30)]
     cut = make(rows, sequence_length=11, val_fraction=0)
@@ -290,7 +319,13 @@ ALWAYS = CHAT.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endg
         (conversations(4), {"loss_on": "answers"}, r"data\.loss_on='answers' is unknown"),
         (conversations(4), {"overlong": "wrap"}, r"data\.overlong='wrap' is unknown"),
         (conversations(1), {}, "holds 1 of them out: none is left to train on"),
+        ([{"text": "a"}] * 4, {"packing": "no"}, r"data\.packing='no' is no switch"),
         ([{"text": b"a"}], {}, "row 0 holds what is not JSON"),
+        ([{"text": "ab\ud83d"}], {}, r"row 0: character 2 is half of a pair \(\\ud83d\)"),
+        ([{"messages": turns("a", "\udc00")}], {}, r"row 0: character \d+ is half of a pair"),
+        ([{"prompt": None, "completion": None}], {}, "row 0: 'prompt' is None; it has to be text"),
+        ([{"prompt": TALK[:1], "completion": 3}], {}, "row 0: 'completion' is a int; it has to be"),
+        ([{"text": "a"}, {"body": "b"}], {}, "row 1: the data have the columns 'body'"),
     ],
 )
 def test_bad_data_are_refused_with_a_way_out(
@@ -322,6 +357,9 @@ def test_lines_that_are_not_json_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n{"text": \n')
     with pytest.raises(ConfigError, match=r"a\.jsonl:2 is not JSON"):
+        TextDataModule(path, tokenizer=chat_tokenizer()).setup()
+    path.write_text('{"text": ' + "[" * 100_000)
+    with pytest.raises(ConfigError, match=r"a\.jsonl:1 is not JSON that can be read"):
         TextDataModule(path, tokenizer=chat_tokenizer()).setup()
     path.write_bytes(b'{"text": "\xff"}\n')
     with pytest.raises(ConfigError, match=r"a\.jsonl is not UTF-8"):

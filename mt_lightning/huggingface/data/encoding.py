@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.data.kinds import Kind, LossOn, check_loss_on, kind_of, renamed
-from mt_lightning.huggingface.data.template import ChatTemplate
+from mt_lightning.huggingface.data.template import ChatTemplate, check_unicode, template_text
 
 Overlong = Literal["cut", "drop", "refuse"]
 
@@ -153,7 +153,10 @@ class Encoder:
         Raises:
             ConfigError: The row does not hold what its columns promise, or is too long.
         """
-        kind = self.kind(row)
+        try:
+            kind = self.kind(row)
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
         loss_on = check_loss_on(kind, self.loss_on)
         if kind == "text":
             ids = self._ended(self._tokens(row["text"], where, "text"))
@@ -197,17 +200,30 @@ class Encoder:
         return sample
 
     def template_key(self, kind: Kind) -> str:
-        """Return the chat template, where there is one to depend on."""
-        if kind == "text":
+        """Return the chat template, where rows may depend on one.
+
+        Args:
+            kind: What the first row is; later ones may be of another kind.
+        """
+        if self._kind == "text":
             return ""
-        own = self.tokenizer.chat_template
-        return self.chat.text if kind == "messages" else f"{self._template} {own}"
+        if kind == "messages":
+            return self.chat.text
+        if self._template is not None:
+            return template_text(self.tokenizer, self._template)
+        return str(self.tokenizer.chat_template)
 
     def _completion(
         self, row: Mapping[str, Any], where: str, *, trains_all: bool
     ) -> tuple[list[int], list[bool]]:
         prompt, completion = row["prompt"], row["completion"]
         if not isinstance(prompt, str) and not isinstance(completion, str):
+            for column in ("prompt", "completion"):
+                if not isinstance(row[column], Sequence):
+                    raise ConfigError(
+                        f"{where}: {column!r} is {_described(row[column])}; it has to be text, or "
+                        "a list of messages. Correct the row, or leave it out."
+                    )
             return self.chat.encode(
                 [*prompt, *completion],
                 where,
@@ -228,6 +244,7 @@ class Encoder:
                 f"{where}: {column!r} is {_described(text)}; it has to be text. Correct the row, "
                 "or leave it out."
             )
+        check_unicode(text, where)
         found = self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return [int(each) for each in found]
 

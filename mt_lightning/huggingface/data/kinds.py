@@ -116,15 +116,14 @@ def renamed(row: Any, columns: Mapping[str, str], where: str) -> dict[str, Any]:
             f"{where} is a {type(row).__name__}; samples are mappings from columns to values, "
             'such as {"text": "..."}.'
         )
-    found = dict(row)
     for ours, theirs in columns.items():
-        if theirs not in found:
+        if theirs not in row:
             raise ConfigError(
                 f"{where} has no column {theirs!r} (data.columns.{ours}), but "
                 f"{', '.join(map(repr, row))}. {_nearest(theirs, row)}"
             )
-        found[ours] = found.pop(theirs)
-    return found
+    kept = {name: value for name, value in row.items() if name not in columns.values()}
+    return kept | {ours: row[theirs] for ours, theirs in columns.items()}
 
 
 def _hint(names: list[str], kinds: list[Kind]) -> str:

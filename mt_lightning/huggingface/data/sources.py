@@ -53,11 +53,16 @@ class Rows:
     """
 
     def __init__(self, source: Any, name: str) -> None:
-        if isinstance(source, (str, bytes, Mapping)) or not (
-            hasattr(source, "__getitem__") or hasattr(source, "__iter__")
+        is_table = hasattr(source, "iloc")  # of pandas: its items are columns
+        if (
+            is_table
+            or isinstance(source, (str, bytes, Mapping))
+            or not (hasattr(source, "__getitem__") or hasattr(source, "__iter__"))
         ):
             hint = (
-                f" Its splits are {', '.join(map(str, source))}: give one, as in "
+                " Its rows are such a list: table.to_dict('records')."
+                if is_table
+                else f" Its splits are {', '.join(map(str, source))}: give one, as in "
                 f"dataset[{next(iter(source), 'train')!r}]."
                 if isinstance(source, Mapping)
                 else ""
@@ -179,18 +184,20 @@ def load_dataset(path: str | os.PathLike[str], *args: Any, **settings: Any) -> A
 
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     try:
-        with file.open(encoding="utf-8") as lines:
+        with file.open(encoding="utf-8-sig") as lines:  # Windows may mark the beginning
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 where = f"{file}:{number}"
                 try:
-                    yield where, json.loads(line)
-                except json.JSONDecodeError as error:
+                    row = json.loads(line)
+                # Lists in lists without end, and numbers of thousands of digits, are not read.
+                except (ValueError, RecursionError) as error:
                     raise ConfigError(
-                        f"{where} is not JSON ({error.msg} at character {error.pos}): each line "
-                        'holds one object, such as {"text": "..."}. Correct the line.'
+                        f"{where} is not JSON that can be read ({error}): each line holds one "
+                        'object, such as {"text": "..."}. Correct the line.'
                     ) from error
+                yield where, row
     except UnicodeDecodeError as error:
         raise ConfigError(
             f"{file} is not UTF-8 text ({error.reason}). Set data.path to JSON lines."

@@ -69,6 +69,7 @@ class ChatTemplate:
         """
         _check_messages(messages, where)
         whole = self._render(messages, where, tools)
+        check_unicode(whole, where)
         found = self._tokenizer(
             whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False
         )
@@ -171,6 +172,22 @@ def template_text(tokenizer: PreTrainedTokenizerBase, template: str | Path | Non
             "chat model, or set data.chat_template to a template or to the path of one."
         )
     return str(own)
+
+
+def check_unicode(text: str, where: str) -> None:
+    """Refuse half of a surrogate pair, which JSON can write and no tokenizer reads.
+
+    Raises:
+        ConfigError: The text has one; the message says where.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"{where}: character {error.start} is half of a pair "
+            f"(\\u{ord(text[error.start]):04x}), as a text has it that was cut inside an emoji. "
+            "Correct the row, or leave it out."
+        ) from error
 
 
 def _check_messages(messages: Any, where: str) -> None:

@@ -46,6 +46,8 @@ class Rig:
         store: Where they go.
     """
 
+    device = torch.device("cpu")
+
     def __init__(
         self,
         units: Sequence[nn.Module],

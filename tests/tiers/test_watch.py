@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.delayed import DelayedLink
@@ -95,9 +96,10 @@ def test_a_slow_device_is_named(filled: Fill, caplog: pytest.LogCaptureFixture) 
 
     watch = Watch(30, clock=lambda: now[0])
     link = WatchedLink(Slow(), watch)
-    device = link.wait(link.upload(filled(4096).tensor))
+    device = link.wait(link.upload(filled(4096).tensor, link.frame(4096)))
     assert device.equal(filled(4096).tensor)
     assert "a copy of 4096 bytes to the device has taken 40 s" in caplog.text
-    assert link.done(link.download(device.clone())).equal(filled(4096).tensor)
+    into = torch.empty(4096, dtype=torch.uint8)
+    assert link.done(link.download(device.clone(), into)).equal(filled(4096).tensor)
     assert "a copy from the device has taken 40 s" in caplog.text
     link.close()

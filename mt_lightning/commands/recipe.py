@@ -34,6 +34,8 @@ from mt_lightning.planning.tiers import Model
 from mt_lightning.planning.training import PRECISIONS, Training
 from mt_lightning.tiers.filesystem import free_bytes
 
+_SHORT = {"32": "32-true", "bf16": "bf16-mixed"}
+"""What Lightning takes for the same precision."""
 _OPTIMIZERS = {
     "torch.optim.AdamW": "adamw",
     "torch.optim.Adam": "adam",
@@ -151,13 +153,19 @@ def _training_of(settings: DictConfig) -> Training:
     optimizer = _OPTIMIZERS[target]
     if optimizer == "sgd" and settings.optimizer.get("momentum", 0):
         optimizer = "sgd-momentum"
-    precision = str(trainer.get("precision") or "32-true")
+    given = str(trainer.get("precision") or "32-true")
+    precision = _SHORT.get(given, given)
+    if precision not in PRECISIONS:
+        raise ConfigError(
+            f"recipe=auto does not know what trainer.precision={given} takes. Choose one of "
+            f"{', '.join(PRECISIONS)}, or leave recipe out."
+        )
     own = TextDataModule.__init__.__kwdefaults__ or {}
     return Training(
         batch_size=data.get("batch_size", own["batch_size"]),
         sequence_length=data.get("sequence_length", own["sequence_length"]),
         accumulate_grad_batches=trainer.get("accumulate_grad_batches", 1),
-        precision=precision if precision in PRECISIONS else "32-true",
+        precision=precision,
         optimizer=optimizer,
         clips_norm=bool(trainer.get("gradient_clip_val"))
         and trainer.get("gradient_clip_algorithm", "norm") == "norm",

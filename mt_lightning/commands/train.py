@@ -7,6 +7,7 @@ import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isnan
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def train(settings: DictConfig, console: Console) -> float:
         console: where tables and texts go.
 
     Returns:
-        The validation perplexity after the training.
+        The validation perplexity after the training, NaN without validation data.
 
     Raises:
         ConfigError: if a setting is missing or wrong.
@@ -68,8 +69,8 @@ def train(settings: DictConfig, console: Console) -> float:
     was = ""
     if not settings.resume:  # what the model was before lies in the past
         before = _measure(trainer, module, data)
-        was = f" (was {before:.2f})"
-        _show_samples(console, f"Before: perplexity {before:.2f}", module, data.tokenizer, samples)
+        was = "" if isnan(before) else f" (was {before:.2f})"
+        _show_samples(console, f"Before: {_quality(before)}", module, data.tokenizer, samples)
     try:
         with _ctrl_c_raises(trainer):
             trainer.fit(module, datamodule=data, ckpt_path=settings.get("ckpt_path"))
@@ -77,7 +78,7 @@ def train(settings: DictConfig, console: Console) -> float:
         _after_interrupt(console, settings, trainer, module, data, output_dir)
         raise
     after = _measure(trainer, module, data)
-    title = f"After {trainer.global_step} steps: perplexity {after:.2f}{was}"
+    title = f"After {trainer.global_step} steps: {_quality(after)}{was}"
     _show_samples(console, title, module, data.tokenizer, samples)
     if settings.save_model:
         _save(console, module, data.tokenizer, output_dir)
@@ -145,6 +146,10 @@ def _measure(trainer: Trainer, module: CausalLMModule, data: TextDataModule) -> 
     with _ctrl_c_raises(trainer):
         metrics = trainer.validate(module, datamodule=data, verbose=False)
     return metrics[0]["val_perplexity"]
+
+
+def _quality(perplexity: float) -> str:
+    return "no validation data" if isnan(perplexity) else f"perplexity {perplexity:.2f}"
 
 
 def _show_start(

@@ -81,6 +81,8 @@ def test_plain_lightning_for_comparison(
     captured = capsys.readouterr()
     assert "What goes where" not in captured.out
     assert "PagingMonitor: the strategy is not megatrain" in captured.err
+    assert "steps: no validation data" in captured.out
+    assert "nan" not in captured.out
     assert not (output_of(workplace) / "model").exists()
 
 

@@ -106,3 +106,14 @@ def test_a_machine_whose_accelerator_would_be_taken_is_refused(
     with pytest.raises(ConfigError, match=r"not for trainer\.accelerator=auto on this machine"):
         chosen()
     assert "strategy.max_ram_gb" in chosen("trainer.accelerator=cpu")
+
+
+def test_short_names_of_a_precision_are_known_and_others_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free(monkeypatch, 1100)
+    for short, name in (("bf16", "bf16-mixed"), ("32", "32-true")):
+        asked = [f"trainer.precision={precision}" for precision in (short, name)]
+        assert chosen(asked[0]) == chosen(asked[1])
+    with pytest.raises(ConfigError, match=r"trainer\.precision=64-true.*bf16-mixed"):
+        chosen("trainer.precision=64-true")

@@ -44,7 +44,6 @@ class Kind:
         maximize: As in the param group.
         decoupled: Whether weights decay by themselves.
         decays: Whether there is weight decay.
-        from_m: Whether `lerp_` starts at the moment, as it does where beta1 is above a half.
     """
 
     optimizer: type[torch.optim.Optimizer]
@@ -53,7 +52,6 @@ class Kind:
     maximize: bool
     decoupled: bool
     decays: bool
-    from_m: bool
 
 
 def stepper_for(optimizer: torch.optim.Optimizer) -> Stepper:
@@ -99,6 +97,8 @@ def kind_of(optimizer: type[torch.optim.Optimizer], group: dict[str, Any]) -> Ki
     other = group.get("fused") or group.get("capturable") or group.get("differentiable")
     if other or not all(isinstance(number, (int, float)) for number in numbers):
         return None
+    if group["betas"][0] <= 0.5:  # torch interpolates from the other end, to other signs of zero
+        return None
     return Kind(
         optimizer,
         bool(group["amsgrad"]),
@@ -106,7 +106,6 @@ def kind_of(optimizer: type[torch.optim.Optimizer], group: dict[str, Any]) -> Ki
         bool(group["maximize"]),
         bool(group.get("decoupled_weight_decay", optimizer is torch.optim.AdamW)),
         group["weight_decay"] != 0,
-        group["betas"][0] > 0.5,
     )
 
 
@@ -126,8 +125,7 @@ def agrees(kind: Kind) -> bool:
         settings["decoupled_weight_decay"] = kind.decoupled
     param = torch.nn.Parameter(values())
     constructor: Any = kind.optimizer
-    betas = (0.9 if kind.from_m else 0.4, 0.99)
-    optimizer = constructor([param], lr=1e-3, betas=betas, weight_decay=decay, **settings)
+    optimizer = constructor([param], lr=1e-3, weight_decay=decay, **settings)
     ours = param.detach().clone()
     state: dict[str, Any] = {}
     same = True

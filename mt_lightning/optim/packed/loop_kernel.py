@@ -29,7 +29,7 @@ def step_loop(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, constants, root,
         exp_avg: float32 [n]; updated.
         exp_avg_sq: float32 [n]; updated.
         max_exp_avg_sq: float32 [n], that of amsgrad; updated. Empty without.
-        constants: float32: decay of weights, 1 - b1, b2, 1 - b2, -lr / (1 - b1^t),
+        constants: float32: decay of weights, 1 - b1 (below a half), b2, 1 - b2, -lr / (1 - b1^t),
             sqrt(1 - b2^t), eps, L2 decay, sign of g.
         root: Address of the function that takes roots, 0 for the processor's own.
         mode: Its last argument.
@@ -37,9 +37,6 @@ def step_loop(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, constants, root,
     wide()
     decay, w1, b2, w2, rate = constants[0], constants[1], constants[2], constants[3], constants[4]
     root_scale, eps, l2, sign = constants[5], constants[6], constants[7], constants[8]
-    # torch interpolates from the nearer end.
-    from_m = abs(w1) < f32(0.5)
-    weight = w1 if from_m else w1 - f32(1)
     amsgrad = len(max_exp_avg_sq) > 0
     g_start, d_start = stack(f32, 128), stack(f32, 128)
     d = carray(d_start, (128,), f32)
@@ -68,7 +65,7 @@ def step_loop(param, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, constants, root,
             x = g[j]
             v[j] = fma(w2 * x, x, v[j] * b2)
             d[j] = v[j]
-            m[j] = fma(weight, x - m[j], m[j] if from_m else x)
+            m[j] = fma(w1, x - m[j], m[j])
         if amsgrad:
             top = carray(behind(max_exp_avg_sq, start), (n,), f32)
             for j in range(n):

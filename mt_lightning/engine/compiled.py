@@ -10,8 +10,9 @@ hooks, for these have run already. Weights are inputs of the graph, so one serve
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -54,6 +55,16 @@ class CompiledCall:
     def detach(self) -> None:
         """Undo `attach`."""
         self._module._compiled_call_impl = self._call
+
+
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that code compiled around it calls as ordinary code.
+
+    A step that was compiled, or a layer that is compiled while pages are attached, enters units in
+    its trace. Binding pages is not for tracing; compiled calls inside still run.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # not there: nothing was compiled, and it takes long
+    return function if dynamo is None else dynamo.disable(function)
 
 
 def is_compiled(module: nn.Module) -> bool:

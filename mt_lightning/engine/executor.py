@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mt_lightning.engine.compiled import CompiledCall
+from mt_lightning.engine.compiled import CompiledCall, untraced
 from mt_lightning.engine.graphs.graph import Binding, Graph
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.item import Kept
@@ -96,9 +96,10 @@ class Executor:
         def run_inside(function: Callable[..., Any], *args: Any) -> Any:
             return self._run(function, args, {})
 
+        wrapper: Any = untraced(forward)
         # For what reads the unit's weights without being its forward; see `losses.chunked`.
-        forward.run_inside = run_inside  # type: ignore[attr-defined]
-        self._unit.module.forward = forward
+        wrapper.run_inside = run_inside
+        self._unit.module.forward = wrapper
         if self._compiled is not None:
             self._compiled.attach()
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch.utils.data import DataLoader
@@ -187,6 +187,22 @@ def test_compiled_layers_of_transformers_are_units(tmp_path: Path, how: str) -> 
     assert [name for name in names if "layers" in name] == [
         f"model.model.layers.{index}" for index in range(3)
     ]
+
+
+class _Late(Callback):
+    def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == 1:
+            compile_layers(module.layers, "call")
+
+
+def test_what_is_compiled_around_units_runs_them_as_ordinary_code(tmp_path: Path) -> None:
+    expected = fit(Net("none"), "auto")
+    compiled = Net("none")
+    compiled.training_step = torch.compile(compiled.training_step, backend="aot_eager")
+    budget = {"max_ram_gb": 0.00075}
+    assert_equal(fit(compiled, mt.MegaTrainStrategy(tmp_path / "a", **budget)), expected)
+    late = mt.MegaTrainStrategy(tmp_path / "b", **budget)
+    assert_equal(fit(Net("none"), late, callbacks=[_Late()]), expected)
 
 
 def test_a_plain_loop_may_compile_layers(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def test_a_line_is_completed(
     assert all(word.startswith(line.split(" ")[-1]) for word in found)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
 def test_bash_gets_the_choices_of_a_group(workplace: Path) -> None:
     """As documented: the script is evaluated, and bash calls what it defines."""

@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from mt_lightning.engine.runtime import Runtime
+from mt_lightning.pager.pool import PoolEntry, WeightPool
+from mt_lightning.pager.read_ahead import ReadAhead
+from mt_lightning.pages.table import Page, PageTable
+
+
+def read_ahead(
+    ahead: ReadAhead, table: PageTable, pool: WeightPool, ahead_of_use: Callable[[Page], None]
+) -> list[PoolEntry]:
+    """Begin to read the pages expected next; return those that are in RAM or on their way.
+
+    Args:
+        ahead: Says which come next, and how far to go.
+        table: All pages.
+        pool: Their frames.
+        ahead_of_use: Begins the update of a page that waits for it.
+    """
+    kept = []
+    for index in ahead.upcoming():
+        page = table[index]
+        if pool.entry(page) is None and not ahead.lets(index, pool.unused_bytes):
+            break
+        ahead_of_use(page)
+        entry = pool.prefetch(page)
+        if entry is None:
+            break
+        kept.append(entry)
+    for entry in kept:
+        pool.release(entry)
+    return kept
 
 
 def prepare(run: Runtime) -> None:
@@ -10,19 +41,7 @@ def prepare(run: Runtime) -> None:
 
     What comes sooner never makes room for what comes later: it would be read twice.
     """
-    kept = []
-    for index in run.ahead.upcoming():
-        page = run.build.table[index]
-        absent = run.pool.entry(page) is None
-        if absent and not run.ahead.lets(index, run.pool.unused_bytes):
-            break
-        run.steps.ahead_of_use(page)
-        entry = run.pool.prefetch(page)
-        if entry is None:
-            break
-        kept.append(entry)
-    for entry in kept:
-        run.pool.release(entry)
+    read_ahead(run.ahead, run.build.table, run.pool, run.steps.ahead_of_use)
     near_bytes = 0
     for index in run.ahead.upcoming():
         page = run.build.table[index]

@@ -43,6 +43,14 @@ class Budget:
         self.by_purpose[purpose] += nbytes
         return Reservation(self, nbytes, purpose)
 
+    def describe(self) -> str:
+        """Return what is reserved, by purpose, for an error."""
+        return ", ".join(
+            f"{purpose} {nbytes / 2**20:.2f} MiB"
+            for purpose, nbytes in self.by_purpose.items()
+            if nbytes
+        )
+
     def _give_back(self, reservation: Reservation) -> None:
         self.used_bytes -= reservation.nbytes
         self.by_purpose[reservation.purpose] -= reservation.nbytes

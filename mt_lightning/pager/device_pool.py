@@ -290,11 +290,7 @@ class DevicePool(Planes):
             self._collect_orphans()
             if given or self.budget.available_bytes >= nbytes:
                 continue
-            used = ", ".join(
-                f"{purpose} {count / 2**20:.2f} MiB"
-                for purpose, count in self.budget.by_purpose.items()
-                if count
-            )
+            used = self.budget.describe()
             raise BudgetError(
                 f"{what} need {nbytes} bytes of device memory, but only "
                 f"{self.budget.available_bytes} of max_vram_gb="

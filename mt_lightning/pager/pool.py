@@ -190,11 +190,7 @@ class WeightPool:
             self._collect_orphans()
             if self._budget.available_bytes >= nbytes:
                 break
-            used = ", ".join(
-                f"{purpose} {count / 2**20:.2f} MiB"
-                for purpose, count in self._budget.by_purpose.items()
-                if count
-            )
+            used = self._budget.describe()
             remedy = "set recompute='auto', " if self._budget.by_purpose["graphs"] else ""
             raise BudgetError(
                 f"{what} need {nbytes} bytes, but only {self._budget.available_bytes} of "

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from mt_lightning.engine.ahead import read_ahead
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.worker import UpdateWorker
@@ -338,23 +339,12 @@ class _Run:
         return ticket
 
     def _prepare(self) -> None:
-        """As `Attached._prepare`, and on an accelerator begin to upload the unit after this one."""
+        """As `engine.ahead.prepare`, and on an accelerator begin to upload the unit after this one."""
         if not self.overlaps:
             return
-        kept = []
-        for index in self.ahead.upcoming():
-            page = self.build.table[index]
-            absent = self.pool.entry(page) is None
-            if absent and not self.ahead.lets(index, self.pool.unused_bytes):
-                break
-            self.updates.ahead_of_use(page)
-            entry = self.pool.prefetch(page)
-            if entry is None:
-                break
-            kept.append(entry)
-        for entry in kept:
-            self.pool.release(entry)
-        self._upload_next(kept)
+        self._upload_next(
+            read_ahead(self.ahead, self.build.table, self.pool, self.updates.ahead_of_use)
+        )
 
     def _upload_next(self, kept: list[PoolEntry]) -> None:
         if self.machine.on_host or not kept:

@@ -339,7 +339,7 @@ class _Run:
         return ticket
 
     def _prepare(self) -> None:
-        """As `engine.ahead.prepare`, and on an accelerator begin to upload the unit after this one."""
+        """As `engine.ahead.prepare`; on an accelerator, begin to upload the unit after this one."""
         if not self.overlaps:
             return
         self._upload_next(

@@ -29,6 +29,7 @@ from mt_lightning.engine.undo import refuse_lost
 from mt_lightning.layer_major.choice import choose_order
 from mt_lightning.layer_major.evaluation import Evaluation
 from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.planning.outlook import Outlook
 from mt_lightning.plugins.announcement import announce
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO, as_stored
 from mt_lightning.plugins.device import forget_device, refuse_devices, tell_device
@@ -142,6 +143,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         self._keeper: RunKeeper | None = None
         self._evaluation: Evaluation | None = None
         self._saved: SavedCheckpoints | None = None
+        self.outlook: Outlook | None = None
+        """What the planner expects of a fit, known once it has been set up."""
 
     # -- plugins ----------------------------------------------------------------------------------
 
@@ -240,7 +243,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
                 self.teardown()
                 self._close()
                 raise
-            announce(trainer, engine, reason)
+            self.outlook = announce(trainer, engine, reason)
 
     def _open(self, model: pl.LightningModule, trainer: pl.Trainer) -> Engine:
         if self._engine is not None and self._engine.root is model:

@@ -20,7 +20,6 @@ from mt_lightning.engine.engine import Engine
 from mt_lightning.engine.plan import Plan
 from mt_lightning.planning.outlook import Outlook
 from mt_lightning.planning.timing import StepTime
-from mt_lightning.plugins.announcement import outlook_of
 from mt_lightning.strategy import MegaTrainStrategy
 
 log = logging.getLogger(__name__)
@@ -99,7 +98,7 @@ class PagingRecorder(Callback, ABC):
         self.records = []
         stats = engine.stats
         self._bytes_before = (stats.bytes_read, stats.bytes_written)
-        self._outlook = outlook_of(trainer, engine)
+        self._outlook = trainer.strategy.outlook  # type: ignore[attr-defined]
         self._meter = StepMeter(lambda: engine.stats, trainer.global_step)
         self._sampler.start()
         self.on_begin(trainer, engine.plan)

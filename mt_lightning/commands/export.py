@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
+from rich.progress import Progress
 
 from mt_lightning.commands.export_model import ModelOptions, as_storage_error, export_model
+from mt_lightning.commands.output import progress, progress_of_bytes
 from mt_lightning.errors import ConfigError
 from mt_lightning.export.shards import DEFAULT_SHARD_SIZE
 from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_of_state
@@ -212,8 +213,8 @@ def run_export(options: argparse.Namespace) -> int:
             "--optimizer writes one checkpoint from one: give one IN, and no --model, "
             "--tokenizer, --prefix, --max-shard-size or --masters."
         )
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        done = export_optimizer(options.source[0], options.target, options.optimizer, progress)
+    with progress() as bar:
+        done = export_optimizer(options.source[0], options.target, options.optimizer, bar)
     console = Console()
     console.print(
         f"{done.target}: optimizer state of {done.num_tensors} parameters as {options.optimizer}, "
@@ -224,15 +225,14 @@ def run_export(options: argparse.Namespace) -> int:
 
 
 def _run_model(sources: list[Path], target: Path, options: ModelOptions) -> int:
-    columns = (*Progress.get_default_columns()[:-1], DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("weights", total=None)
+    with progress_of_bytes() as bar:
+        task = bar.add_task("weights", total=None)
         done = export_model(
             sources,
             target,
             options,
-            lambda nbytes: progress.update(task, total=nbytes),
-            lambda nbytes: progress.advance(task, nbytes),
+            lambda nbytes: bar.update(task, total=nbytes),
+            lambda nbytes: bar.advance(task, nbytes),
         )
     saved = done.saved
     what = [

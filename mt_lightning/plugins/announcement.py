@@ -13,8 +13,8 @@ from mt_lightning.plugins.refusals import micro_batches
 log = logging.getLogger(__name__)
 
 
-def announce(trainer: pl.Trainer, engine: Engine, reason: str | None) -> None:
-    """Say it.
+def announce(trainer: pl.Trainer, engine: Engine, reason: str | None) -> Outlook:
+    """Say it, and return what the planner expects.
 
     Args:
         trainer: The trainer.
@@ -25,15 +25,7 @@ def announce(trainer: pl.Trainer, engine: Engine, reason: str | None) -> None:
     why = reason or "not every step is committed"
     eager = engine.plan.schedule == "eager"
     log.info("updates are %s", "eager" if eager else f"deferred: {why}")
-    text = outlook_of(trainer, engine).text()
-    if text:
-        log.info("%s", text)
-
-
-def outlook_of(trainer: pl.Trainer, engine: Engine) -> Outlook:
-    """Return what the planner expects of a fit."""
-    assert engine.plan is not None
-    return outlook(
+    expected = outlook(
         engine.live.run.build,
         engine.plan,
         engine.options,
@@ -41,3 +33,7 @@ def outlook_of(trainer: pl.Trainer, engine: Engine) -> Outlook:
         micro_batches=micro_batches(trainer),
         precision=str(trainer.precision),
     )
+    text = expected.text()
+    if text:
+        log.info("%s", text)
+    return expected

@@ -92,11 +92,18 @@ def test_without_a_profile_only_what_is_exact_is_said(
 
 
 def test_with_a_profile_the_time_is_said_before_and_compared_after(
-    tmp_path: Path, measured: MachineProfile, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    measured: MachineProfile,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    loads = []
+    load = MachineProfile.load
+    monkeypatch.setattr(MachineProfile, "load", lambda: loads.append(1) or load())
     with caplog.at_level(logging.INFO, LOGGER):
         text = fit(tmp_path, durability="step")
     said = [r.getMessage() for r in caplog.records if r.name == LOGGER][-1]
+    assert loads == [1]  # once, for what is said and for all who compare
     assert "2026-11-30" in said
     assert "computing sets the time" in said
     # Weights and state are written at every step: their bytes by 1 MB/s are the least.

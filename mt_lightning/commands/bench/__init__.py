@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from typing import Any
-
-from rich.console import Console
-from rich.progress import Progress
 
 from mt_lightning.commands.bench import adamw, prefetch
 from mt_lightning.commands.bench.gpu_command import add_gpu_parser, run_gpu
@@ -16,6 +12,7 @@ from mt_lightning.commands.bench.io_command import add_io_parser, run_io
 from mt_lightning.commands.bench.machine_command import add_machine_parser, run_machine
 from mt_lightning.commands.bench.step_command import add_step_parser, run_step
 from mt_lightning.commands.bench.traces import GENERATORS, generate, load
+from mt_lightning.commands.output import add_json, progress, show
 from mt_lightning.errors import ConfigError
 
 _LEAST_PARAMS = 1 << 16
@@ -32,7 +29,7 @@ def add_bench_parser(commands: Any) -> None:
     )
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="(default: 1 2)")
     parser.add_argument("--rounds", type=int, default=15, help="measurements of each (default: 15)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
     _add_prefetch_parser(benches)
     add_io_parser(benches)
     add_machine_parser(benches)
@@ -65,7 +62,7 @@ def _add_prefetch_parser(benches: Any) -> None:
     parser.add_argument(
         "--depth", type=int, default=4, help="units that are looked ahead (default: 4)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
 
 
 def run_bench(options: argparse.Namespace) -> int:
@@ -80,12 +77,9 @@ def _run_adamw(options: argparse.Namespace) -> int:
             f"bench adamw: --params must be at least {_LEAST_PARAMS}, --rounds and --threads at "
             "least 1."
         )
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        speeds = adamw.measure(num_params, options.threads, options.rounds, progress)
-    if options.json:
-        print(json.dumps(adamw.as_dicts(speeds), indent=2))
-    else:
-        Console().print(adamw.speed_table(speeds, num_params))
+    with progress() as bar:
+        speeds = adamw.measure(num_params, options.threads, options.rounds, bar)
+    show(options, lambda: adamw.as_dicts(speeds), lambda: adamw.speed_table(speeds, num_params))
     return 0
 
 
@@ -101,12 +95,13 @@ def _run_prefetch(options: argparse.Namespace) -> int:
     names = options.trace or ([] if options.file else list(GENERATORS))
     traces = [load(path) for path in options.file]
     traces += [generate(name, options.steps, options.seed) for name in names]
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        results = prefetch.compare(traces, shares, options.depth, progress)
-    if options.json:
-        print(json.dumps(prefetch.as_dicts(results), indent=2))
-    else:
-        Console().print(prefetch.comparison_table(results, options.depth))
+    with progress() as bar:
+        results = prefetch.compare(traces, shares, options.depth, bar)
+    show(
+        options,
+        lambda: prefetch.as_dicts(results),
+        lambda: prefetch.comparison_table(results, options.depth),
+    )
     return 0
 
 

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
+from mt_lightning.commands.output import add_json, progress, show
 from mt_lightning.errors import ConfigError
 
 
@@ -38,7 +35,7 @@ def add_gpu_parser(benches: Any) -> None:
     parser.add_argument("--max-vram-gb", type=float, help="device budget (default: 70%% of free)")
     parser.add_argument("--max-ram-gb", type=float, help="host budget (default: 80%% of free)")
     parser.add_argument("--dir", type=Path, default=Path(), help="where pages lie (default: here)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
 
 
 def run_gpu(options: argparse.Namespace) -> int:
@@ -66,13 +63,10 @@ def run_gpu(options: argparse.Namespace) -> int:
         for batch in options.batch
     ]
     speeds = []
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        for work in progress.track(works, description="training"):
+    with progress() as bar:
+        for work in bar.track(works, description="training"):
             speeds.append(gpu.measure(work, options.dir, paged=True, **budgets))
             speeds.append(gpu.measure(work, options.dir, paged=False))
-    if options.json:
-        print(json.dumps(gpu.as_dicts(speeds), indent=2))
-    else:
-        title = f"{options.length} tokens in {options.precision} on {device}"
-        Console().print(gpu.speed_table(speeds, title))
+    title = f"{options.length} tokens in {options.precision} on {device}"
+    show(options, lambda: gpu.as_dicts(speeds), lambda: gpu.speed_table(speeds, title))
     return 0

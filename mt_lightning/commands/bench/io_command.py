@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
 from mt_lightning.commands.bench.io import Moved, measure
+from mt_lightning.commands.output import add_json, progress, show
 from mt_lightning.errors import ConfigError
 
 _GIB = 1 << 30
@@ -37,7 +35,7 @@ def add_io_parser(benches: Any) -> None:
     )
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each (default: 5)")
     parser.add_argument("--no-fio", action="store_true", help="leave fio out")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
 
 
 def run_io(options: argparse.Namespace) -> int:
@@ -47,18 +45,15 @@ def run_io(options: argparse.Namespace) -> int:
             f"bench io: --size must be above 0 (got {options.size}), --rounds at least 1 "
             f"(got {options.rounds})."
         )
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    with progress() as bar:
         results = measure(
             options.directories,
             int(options.size * _GIB),
             options.rounds,
-            progress,
+            bar,
             with_fio=not options.no_fio,
         )
-    if options.json:
-        print(json.dumps([asdict(moved) for moved in results], indent=2))
-    else:
-        Console().print(io_table(results))
+    show(options, lambda: [asdict(moved) for moved in results], lambda: io_table(results))
     return 0
 
 

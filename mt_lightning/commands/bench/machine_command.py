@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import Progress
-
 from mt_lightning.commands.bench.machine import measure, profile_table
+from mt_lightning.commands.output import add_json, progress, show
 from mt_lightning.errors import ConfigError, MegaTrainError
 from mt_lightning.planning.profile import MachineProfile, profile_path
 
@@ -48,7 +45,7 @@ def add_machine_parser(benches: Any) -> None:
     parser.add_argument(
         "--params", type=float, default=16e6, help="parameters to update (default: 16e6)"
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
 
 
 def _beside_earlier(profile: MachineProfile, path: Path) -> MachineProfile:
@@ -70,14 +67,9 @@ def run_machine(options: argparse.Namespace) -> int:
             f"{_LEAST_PARAMS} (got {options.params})."
         )
     path = options.profile or profile_path()
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        profile = measure(
-            options.directories, int(options.size * _GIB), int(options.params), progress
-        )
+    with progress() as bar:
+        profile = measure(options.directories, int(options.size * _GIB), int(options.params), bar)
     profile = _beside_earlier(profile, path)
     profile.save(path)
-    if options.json:
-        print(json.dumps(asdict(profile), indent=2))
-    else:
-        Console().print(profile_table(profile, path))
+    show(options, lambda: asdict(profile), lambda: profile_table(profile, path))
     return 0

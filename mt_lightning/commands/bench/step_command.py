@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
-from rich.progress import Progress
 from rich.table import Table
 
+from mt_lightning.commands.output import add_json, progress, show
 from mt_lightning.errors import ConfigError
 
 _COUNTS = ("width", "layers", "vocab", "batch", "length", "turns", "steps")
@@ -65,7 +63,7 @@ def add_step_parser(benches: Any) -> None:
         help="when steps are committed (default: auto)",
     )
     parser.add_argument("--dir", type=Path, default=Path(), help="where pages lie (default: here)")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_json(parser)
 
 
 def run_step(options: argparse.Namespace) -> int:
@@ -93,12 +91,9 @@ def run_step(options: argparse.Namespace) -> int:
         num_steps=options.steps,
         directory=options.dir,
     )
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        results = step.measure(settings, progress)
-    if options.json:
-        print(json.dumps([asdict(result) for result in results], indent=2))
-    else:
-        Console().print(step_table(results))
+    with progress() as bar:
+        results = step.measure(settings, bar)
+    show(options, lambda: [asdict(result) for result in results], lambda: step_table(results))
     return 0
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress, TransferSpeedColumn
 
 from mt_lightning.commands.finding import findings_table
+from mt_lightning.commands.output import progress_of_bytes
 from mt_lightning.commands.verify.report import Report
 from mt_lightning.commands.verify.run_directory import Begin, group_runs, is_run, verify_run
 from mt_lightning.commands.verify.saved_files import verify_checkpoint, verify_safetensors
@@ -52,8 +52,7 @@ def add_verify_parser(commands: Any) -> None:
 
 def run_verify(options: argparse.Namespace) -> int:
     """Verify and show what was found."""
-    columns = (*Progress.get_default_columns()[:-1], DownloadColumn(), TransferSpeedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_of_bytes() as progress:
 
         def begin(name: str, nbytes: int) -> Any:
             task = progress.add_task(name, total=nbytes)

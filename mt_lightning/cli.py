@@ -53,6 +53,7 @@ _DESCRIPTION = "Train language models that are larger than memory, on one machin
 _TRAIN_HELP = """\
 examples:
   megatrain train data.path=my.txt                       your own text
+  megatrain train data=chat data.path=talks.jsonl        conversations; shown by megatrain data
   megatrain train model=tiny trainer.max_steps=20        a small model with random weights
   megatrain train model=hf model.model=/path/to/model    any Hugging Face causal LM
   megatrain train strategy.max_ram_gb=1 strategy.offload_dir=/mnt/nvme/run1

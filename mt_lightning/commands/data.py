@@ -20,6 +20,7 @@ from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import TextDataModule
 from mt_lightning.huggingface.batch_checks import IGNORED_LABEL
 from mt_lightning.huggingface.data.encoding import Facts
+from mt_lightning.huggingface.data.messages import role_names
 
 TRAINED_STYLE = "bold green"
 _GIVEN_STYLE = "dim"
@@ -125,8 +126,10 @@ def _table(data: TextDataModule, num_rows: int | None) -> Table:
 def _counts(facts: Facts, tokenizer: PreTrainedTokenizerBase) -> Sequence[tuple[str, str]]:
     total = facts.num_samples
     left_out = facts.num_overlong + facts.num_untrained
+    spoken = [("roles", role_names(facts.roles))] if facts.roles else []
     return [
         ("samples", f"{total:,} of {facts.num_rows:,} rows, validation included"),
+        *spoken,
         (
             "tokens",
             f"{facts.num_tokens:,}, of which {facts.num_trained:,} are trained "

@@ -32,6 +32,9 @@ from mt_lightning.huggingface.text_samples import generate
 
 log = logging.getLogger(__name__)
 
+_NUM_PROMPTS = 2
+_MOST_SHOWN = 400  # characters of a prompt
+
 
 def train(settings: DictConfig, console: Console) -> float:
     """Train as the settings say and show the result.
@@ -65,12 +68,12 @@ def train(settings: DictConfig, console: Console) -> float:
     output_dir = Path(settings.output_dir)
     _show_start(console, settings, module, output_dir)
 
-    samples = settings.samples
+    samples = _Samples(settings.samples, module, data)
     was = ""
     if not settings.resume:  # what the model was before lies in the past
         before = _measure(trainer, module, data)
         was = "" if isnan(before) else f" (was {before:.2f})"
-        _show_samples(console, f"Before: {_quality(before)}", module, data.tokenizer, samples)
+        samples.show(console, f"Before: {_quality(before)}")
     try:
         with _ctrl_c_raises(trainer):
             trainer.fit(module, datamodule=data, ckpt_path=settings.get("ckpt_path"))
@@ -79,7 +82,7 @@ def train(settings: DictConfig, console: Console) -> float:
         raise
     after = _measure(trainer, module, data)
     title = f"After {trainer.global_step} steps: {_quality(after)}{was}"
-    _show_samples(console, title, module, data.tokenizer, samples)
+    samples.show(console, title)
     if settings.save_model:
         _save(console, module, data.tokenizer, output_dir)
     console.print(f"Metrics and settings: {output_dir}", highlight=False, soft_wrap=True)
@@ -177,28 +180,36 @@ def _data_name(data: DictConfig) -> str:
     return str(source.get("path") or "Shakespeare") if isinstance(source, DictConfig) else "given"
 
 
-def _show_samples(
-    console: Console,
-    title: str,
-    module: CausalLMModule,
-    tokenizer: PreTrainedTokenizerBase,
-    samples: DictConfig,
-) -> None:
-    texts: list[Text] = []
-    for prompt in samples.prompts:
-        written = generate(module.model, tokenizer, prompt, samples.max_new_tokens)
-        texts += [Text(prompt, style="dim").append(_printable(written), style="not dim"), Text()]
-    panel = Panel(
-        Group(*texts[:-1]) if texts else Text("no samples.prompts"),
-        title=title,
-        title_align="left",
-    )
-    console.print(panel)
+class _Samples:
+    """What the model writes, before and after the training."""
+
+    def __init__(self, settings: DictConfig, module: CausalLMModule, data: TextDataModule) -> None:
+        self._module = module
+        self._tokenizer = data.tokenizer
+        self._max_new_tokens: int = settings.max_new_tokens
+        prompts = settings.prompts
+        self._prompts = data.prompts(_NUM_PROMPTS) if prompts is None else list(prompts)
+
+    def show(self, console: Console, title: str) -> None:
+        texts: list[Text] = []
+        for prompt in self._prompts:
+            written = generate(self._module.model, self._tokenizer, prompt, self._max_new_tokens)
+            given = prompt if isinstance(prompt, str) else str(self._tokenizer.decode(prompt))
+            if len(given) > _MOST_SHOWN:
+                given = f"... {given[-_MOST_SHOWN:]}"
+            shown = Text(_printable(given), style="dim")
+            texts += [shown.append(_printable(written).rstrip(), style="not dim"), Text()]
+        panel = Panel(
+            Group(*texts[:-1]) if texts else Text("no samples.prompts"),
+            title=title,
+            title_align="left",
+        )
+        console.print(panel)
 
 
 def _printable(text: str) -> str:
     # A model with random weights writes control characters too.
-    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text).rstrip()
+    return "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text)
 
 
 def _save(

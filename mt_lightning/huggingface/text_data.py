@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,14 +25,19 @@ from mt_lightning.huggingface.data.blocks import EpochShuffle, TokenBlocks
 from mt_lightning.huggingface.data.encoding import Encoder, Facts, Overlong
 from mt_lightning.huggingface.data.kinds import Kind, LossOn, check_columns
 from mt_lightning.huggingface.data.packs import best_fit
-from mt_lightning.huggingface.data.sources import ROW_SUFFIXES, Rows, check_is_text
+from mt_lightning.huggingface.data.prompts import beginnings
+from mt_lightning.huggingface.data.sources import (
+    ROW_SUFFIXES,
+    Rows,
+    check_is_text,
+    tables_in,
+)
 from mt_lightning.huggingface.data.store import Store, open_store
 from mt_lightning.huggingface.loading import load_tokenizer
 from mt_lightning.huggingface.token_file import token_dtype, token_file_path, write_token_file
 
-log = logging.getLogger(__name__)
-
 SHAKESPEARE_PATH = Path(__file__).parent / "text" / "shakespeare.txt"
+_SHAKESPEARE_PROMPTS = ("HAMLET.\nTo be, or not to be,", "JULIET.\nO Romeo,")
 _TEXT_SUFFIX = ".txt"
 
 
@@ -160,6 +164,20 @@ class TextDataModule(LightningDataModule):
         """The validation rows, after `setup`; None if there are none."""
         return self._val
 
+    def prompts(self, count: int) -> list[list[int]]:
+        """Return tokens for a model to continue: what a few validation samples begin with.
+
+        Of conversations and completions it is all that comes before the first trained token.
+        Without validation rows they are training rows. Of data without a length there are none.
+
+        Args:
+            count: The most that are wanted.
+        """
+        if self._is_text and self.path == SHAKESPEARE_PATH:
+            return [self.tokenizer(text)["input_ids"] for text in _SHAKESPEARE_PROMPTS[:count]]  # pyright: ignore
+        dataset = self.train_dataset if self._val is None else self._val
+        return [] if isinstance(dataset, IterableDataset) else beginnings(dataset, count)
+
     @property
     def collator(self) -> Callable[[Any], Any] | None:
         """Makes a batch of rows, after `setup`; for `mt.Trainer(data_collator=...)`."""
@@ -170,7 +188,6 @@ class TextDataModule(LightningDataModule):
         if self._is_text:
             destination = self._token_file()
             if not destination.exists():
-                log.info("Tokenising %s ...", self.path)
                 write_token_file(self._files(), self.tokenizer, destination)
 
     def setup(self, stage: str | None = None) -> None:
@@ -323,6 +340,9 @@ class TextDataModule(LightningDataModule):
                 "kind."
             )
         if not found:
+            tables = tables_in(self.path)
+            if tables:
+                check_is_text(tables[0])
             why = "has no .txt and no .jsonl file" if is_folder else "does not exist"
             raise ConfigError(
                 f"data.path={str(self.path)!r} {why} (looked from {Path.cwd()}). "

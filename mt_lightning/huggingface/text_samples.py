@@ -80,7 +80,7 @@ class TextSamples(Callback):
 def generate(
     model: Any,
     tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
+    prompt: str | Sequence[int],
     max_new_tokens: int,
 ) -> str:
     """Continue a prompt by sampling; the same weights give the same continuation.
@@ -90,16 +90,18 @@ def generate(
     Args:
         model: a Hugging Face model.
         tokenizer: its tokenizer.
-        prompt: the text to continue.
+        prompt: the text to continue, or its tokens.
         max_new_tokens: how far.
     """
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False)
+    ids = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+    inputs = torch.tensor([ids], device=model.device)
     was_training = model.training
     model.eval()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         output = model.generate(
-            **inputs.to(model.device),
+            inputs,
+            attention_mask=torch.ones_like(inputs),
             max_new_tokens=max_new_tokens,
             do_sample=True,
             temperature=0.8,
@@ -107,5 +109,4 @@ def generate(
             pad_token_id=tokenizer.pad_token_id,
         )
     model.train(was_training)
-    num_prompt_tokens = inputs["input_ids"].shape[1]
-    return str(tokenizer.decode(output[0][num_prompt_tokens:], skip_special_tokens=True))
+    return str(tokenizer.decode(output[0][inputs.shape[1] :], skip_special_tokens=True))

@@ -12,7 +12,8 @@ import xxhash
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.data.utf8 import undecodable
+from mt_lightning.huggingface.tokenising import tokenising
 
 _CHUNK_CHARACTERS = 1 << 16
 _FORMAT_VERSION = 2
@@ -68,8 +69,10 @@ def write_token_file(
     destination.parent.mkdir(parents=True, exist_ok=True)
     partial = destination.with_suffix(f".{os.getpid()}.partial")
     dtype = token_dtype(tokenizer)
+    total = sum(file.stat().st_size for file in files)
+    name = str(files[0]) if len(files) == 1 else f"{len(files)} files of {files[0].parent}"
     try:
-        with partial.open("wb") as out:
+        with partial.open("wb") as out, tokenising(name, total) as advance:
             for file in files:
                 size_before = out.tell()
                 for piece in _pieces(file):
@@ -80,6 +83,7 @@ def write_token_file(
                         verbose=False,
                     )["input_ids"]
                     out.write(np.asarray(ids, dtype=dtype).tobytes())
+                    advance(len(piece.encode()))
                 if out.tell() > size_before and tokenizer.eos_token_id is not None:
                     out.write(np.asarray([tokenizer.eos_token_id], dtype=dtype).tobytes())
         partial.replace(destination)
@@ -107,9 +111,6 @@ def _pieces(file: Path) -> Iterator[str]:
                 yield rest[:cut]
                 rest = rest[cut:]
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file} is not UTF-8 text ({error.reason}). "
-            "Set data.path (TextDataModule(path=...)) to a plain text file."
-        ) from error
+        raise undecodable(file) from error
     if rest:
         yield rest

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -310,8 +309,14 @@ ALWAYS = CHAT.replace("{{ m.content }}", "{% generation %}{{ m.content }}{% endg
         ([{"messages": TALK}], {"chat_template": FORGETFUL}, "writes message 1 differently"),
         ([{"messages": []}], {}, "a list of messages with role and content, not an empty list"),
         ([{"messages": "hi"}], {}, "with role and content, not a str"),
-        ([{"messages": [{"from": "human", "value": "x"}]}], {}, "Rename from to role"),
+        ([{"messages": [{"from": "bing", "value": "x"}]}], {}, "message 0 is from 'bing'; known"),
+        ([{"messages": [{"text": "x"}]}], {}, "message 0 has no role, but text"),
         ([{"messages": turns("a")}] * 3, {}, r"none of them can be trained on \(0 % trained"),
+        (
+            [{"messages": [{"role": r, "content": "x"} for r in ("human", "gpt")]}] * 3,
+            {},
+            r"of role 'assistant'; seen were 'human' \(3 messages\), 'gpt' \(3 messages\): rename",
+        ),
         (conversations(4), {"sequence_length": 8}, "The longest row has 41 tokens: raise"),
         ([{"prompt": "", "completion": "a"}] * 4, {}, r"all 8 tokens would be trained \(100 %\)"),
         ([{"text": "a"}] * 4, {"loss_on": "assistant"}, "set it to 'auto', 'all'"),
@@ -351,22 +356,6 @@ def test_a_stream_is_checked_too() -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             list(make(Stream(rows)).train_dataset)
-
-
-def test_lines_that_are_not_json_are_named(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"text": "a"}\n{"text": \n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl:2 is not JSON"):
-        TextDataModule(path, tokenizer=chat_tokenizer()).setup()
-    path.write_text('{"text": ' + "[" * 100_000)
-    with pytest.raises(ConfigError, match=r"a\.jsonl:1 is not JSON that can be read"):
-        TextDataModule(path, tokenizer=chat_tokenizer()).setup()
-    path.write_bytes(b'{"text": "\xff"}\n')
-    with pytest.raises(ConfigError, match=r"a\.jsonl is not UTF-8"):
-        TextDataModule(path, tokenizer=chat_tokenizer()).setup()
-    path.write_text(json.dumps([1]) + "\n")
-    with pytest.raises(ConfigError, match="row 0 is no mapping"):
-        TextDataModule(path, tokenizer=chat_tokenizer()).setup()
 
 
 def test_settings_that_contradict_are_refused(tmp_path: Path) -> None:

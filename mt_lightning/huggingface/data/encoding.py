@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.data.kinds import Kind, LossOn, check_loss_on, kind_of, renamed
+from mt_lightning.huggingface.data.messages import Message, as_messages
 from mt_lightning.huggingface.data.template import ChatTemplate, check_unicode, template_text
 
 Overlong = Literal["cut", "drop", "refuse"]
@@ -26,12 +27,14 @@ class Encoded:
         trained: Whether each of them is a label.
         num_tokens: Tokens that it had before it was cut.
         ends: Whether the last token is the one that ends a text.
+        roles: Who wrote each message of it, if it has any.
     """
 
     ids: list[int]
     trained: list[bool]
     num_tokens: int
     ends: bool
+    roles: list[str]
 
 
 @dataclass(kw_only=True)
@@ -50,6 +53,7 @@ class Facts:
         num_ending: Samples that end in the token that ends a text.
         longest: Tokens of the longest row, before it was cut.
         largest_id: The largest token.
+        roles: Messages of each role, in the rows that were read.
     """
 
     num_rows: int = 0
@@ -63,6 +67,7 @@ class Facts:
     num_ending: int = 0
     longest: int = 0
     largest_id: int = 0
+    roles: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, sample: Encoded) -> None:
         """Count a sample that is kept."""
@@ -79,7 +84,7 @@ class Facts:
         """Trained tokens of all, from 0 to 1."""
         return self.num_trained / max(1, self.num_tokens)
 
-    def as_dict(self) -> dict[str, int]:
+    def as_dict(self) -> dict[str, Any]:
         """Return the counts by name."""
         return dataclasses.asdict(self)
 
@@ -158,16 +163,23 @@ class Encoder:
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from error
         loss_on = check_loss_on(kind, self.loss_on)
-        if kind == "text":
-            ids = self._ended(self._tokens(row["text"], where, "text"))
-            trained = [True] * len(ids)
-        elif kind == "messages":
+        messages: Sequence[Message] = ()
+        num_given = 0
+        if kind == "messages":
+            messages = as_messages(row["messages"], where)
+        elif kind == "completion" and not isinstance(row["prompt"], str):
+            messages, num_given = self._turns(row, where)
+        if messages:
             ids, trained = self.chat.encode(
-                row["messages"],
+                messages,
                 where,
                 tools=row.get("tools"),
-                finds_answers=loss_on == "assistant",
+                first_trained=num_given,
+                finds_answers=loss_on != "all",
             )
+        elif kind == "text":
+            ids = self._ended(self._tokens(row["text"], where, "text"))
+            trained = [True] * len(ids)
         else:
             ids, trained = self._completion(row, where, trains_all=loss_on == "all")
         num_tokens = len(ids)
@@ -181,7 +193,8 @@ class Encoder:
             ids, trained = ids[: self.max_tokens], trained[: self.max_tokens]
         last = next((i for i, flag in zip(ids[::-1], trained[::-1], strict=True) if flag), None)
         ends = last is not None and last == self._eos_id
-        return Encoded(ids, trained, num_tokens, ends and num_tokens == len(ids))
+        ends = ends and num_tokens == len(ids)
+        return Encoded(ids, trained, num_tokens, ends, [str(each["role"]) for each in messages])
 
     def kept(
         self, row: Any, columns: Mapping[str, str], where: str, facts: Facts
@@ -190,6 +203,8 @@ class Encoder:
         facts.num_rows += 1
         sample = self.encode(renamed(row, columns, where), where)
         facts.longest = max(facts.longest, sample.num_tokens)
+        for role in sample.roles:
+            facts.roles[role] = facts.roles.get(role, 0) + 1
         if self.overlong == "drop" and sample.num_tokens > len(sample.ids):
             facts.num_overlong += 1
             return None
@@ -213,24 +228,25 @@ class Encoder:
             return template_text(self.tokenizer, self._template)
         return str(self.tokenizer.chat_template)
 
+    def _turns(self, row: Mapping[str, Any], where: str) -> tuple[Sequence[Message], int]:
+        """Return prompt and completion as one conversation, and the messages of the prompt.
+
+        None at all where the completion is text, and the prompt has to be.
+        """
+        if isinstance(row["completion"], str):
+            return (), 0
+        for column in ("prompt", "completion"):
+            if not isinstance(row[column], Sequence):
+                raise ConfigError(
+                    f"{where}: {column!r} is {_described(row[column])}; it has to be text, or "
+                    "a list of messages. Correct the row, or leave it out."
+                )
+        return as_messages([*row["prompt"], *row["completion"]], where), len(row["prompt"])
+
     def _completion(
         self, row: Mapping[str, Any], where: str, *, trains_all: bool
     ) -> tuple[list[int], list[bool]]:
         prompt, completion = row["prompt"], row["completion"]
-        if not isinstance(prompt, str) and not isinstance(completion, str):
-            for column in ("prompt", "completion"):
-                if not isinstance(row[column], Sequence):
-                    raise ConfigError(
-                        f"{where}: {column!r} is {_described(row[column])}; it has to be text, or "
-                        "a list of messages. Correct the row, or leave it out."
-                    )
-            return self.chat.encode(
-                [*prompt, *completion],
-                where,
-                tools=row.get("tools"),
-                first_trained=len(prompt),
-                finds_answers=not trains_all,
-            )
         # One by one, as the prompt is tokenised when the model is asked.
         before = self._tokens(prompt, where, "prompt")
         if before and before[-1] == self._eos_id:

@@ -61,6 +61,19 @@ def unread_columns(columns: Iterable[str], kind: Kind) -> list[str]:
     return [column for column in columns if column not in read]
 
 
+UNREAD_MESSAGE = (
+    "%s: samples are made of %s; not read: %s. What the model shall see of them has to be in the "
+    "columns that are read."
+)
+"""What is said of columns that are not read; `unread_words` fills it."""
+
+
+def unread_words(name: str, unread: Iterable[str], kind: Kind) -> tuple[str, str, str]:
+    """Return the words of `UNREAD_MESSAGE`."""
+    read = " and ".join(map(repr, COLUMNS[kind]))
+    return name, read, ", ".join(map(repr, unread))
+
+
 def check_loss_on(kind: Kind, loss_on: LossOn) -> LossOn:
     """Return which tokens are trained, "auto" made definite.
 

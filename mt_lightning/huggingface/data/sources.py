@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.data.utf8 import undecodable
 
 ROW_SUFFIXES = (".jsonl", ".ndjson")
 """Names of files with one JSON object per line."""
@@ -122,6 +123,16 @@ class Rows:
             for i, row in enumerate(self.source):
                 yield f"{self.name}, row {i}", row
 
+    def num_lines(self) -> int:
+        """Return the number of rows of a data set with a length; of files, that of their lines."""
+        if not self.is_files:
+            return len(self.source)
+        count = 0
+        for file in self.source:
+            with file.open("rb") as lines:
+                count += sum(1 for _ in lines)
+        return count
+
     def key(self) -> str:
         """Return what changes when the rows do.
 
@@ -152,8 +163,8 @@ def load_dataset(path: str | os.PathLike[str], *args: Any, **settings: Any) -> A
     """Load a data set with Hugging Face's `datasets`, for `data.dataset` of the command line.
 
     Args:
-        path: A name on the hub, "parquet" or "csv" with `data_files`, or a folder that
-            `save_to_disk` wrote.
+        path: A name on the hub, "parquet" or "csv" with `data_files` (columns of `.tsv` files
+            are between tabs), or a folder that `save_to_disk` wrote.
         *args: Passed on.
         **settings: Passed on, such as `split="train"`.
 
@@ -167,6 +178,11 @@ def load_dataset(path: str | os.PathLike[str], *args: Any, **settings: Any) -> A
         )
     import datasets  # pyright: ignore[reportMissingImports]
 
+    if str(path) == "csv" and not settings.keys() & {"sep", "delimiter"}:
+        files: Any = settings.get("data_files")
+        names = [files] if isinstance(files, (str, os.PathLike)) else files
+        if isinstance(names, Sequence) and all(str(n).lower().endswith(".tsv") for n in names):
+            settings["sep"] = "\t"
     try:
         if any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json")):
             found = datasets.load_from_disk(str(path))
@@ -182,23 +198,26 @@ def load_dataset(path: str | os.PathLike[str], *args: Any, **settings: Any) -> A
         ) from error
 
 
+def tables_in(folder: Path) -> list[Path]:
+    """Return the files of a folder that hold rows in another form than JSON lines."""
+    return [file for file in sorted(folder.glob("*")) if file.suffix.lower() in _TABLES]
+
+
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
-    try:
-        with file.open(encoding="utf-8-sig") as lines:  # Windows may mark the beginning
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                where = f"{file}:{number}"
-                try:
-                    row = json.loads(line)
-                # Lists in lists without end, and numbers of thousands of digits, are not read.
-                except (ValueError, RecursionError) as error:
-                    raise ConfigError(
-                        f"{where} is not JSON that can be read ({error}): each line holds one "
-                        'object, such as {"text": "..."}. Correct the line.'
-                    ) from error
-                yield where, row
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{file} is not UTF-8 text ({error.reason}). Set data.path to JSON lines."
-        ) from error
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            where = f"{file}:{number}"
+            try:
+                # Windows may mark the beginning.
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                raise undecodable(file) from error
+            # Lists in lists without end, and numbers of thousands of digits, are not read.
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"{where} is not JSON that can be read ({error}): each line holds one "
+                    'object, such as {"text": "..."}. Correct the line.'
+                ) from error
+            yield where, row

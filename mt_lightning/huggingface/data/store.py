@@ -24,17 +24,20 @@ from numpy.typing import NDArray
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.data.encoding import Encoder, Facts
 from mt_lightning.huggingface.data.kinds import (
-    COLUMNS,
+    UNREAD_MESSAGE,
     Kind,
     check_loss_on,
     unread_columns,
+    unread_words,
 )
+from mt_lightning.huggingface.data.messages import ANSWERING_ROLE, role_names
 from mt_lightning.huggingface.data.sources import Rows
 from mt_lightning.huggingface.token_file import token_dtype, tokenizer_key
+from mt_lightning.huggingface.tokenising import tokenising
 
 log = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -83,17 +86,10 @@ def open_store(
     kind = encoder.kind(found)
     unread = unread_columns(found, kind)
     if unread:
-        log.warning(
-            "%s: samples are made of %s; not read: %s. What the model shall see of them has to be "
-            "in the columns that are read.",
-            rows.name,
-            " and ".join(map(repr, COLUMNS[kind])),
-            ", ".join(map(repr, unread)),
-        )
+        log.warning(UNREAD_MESSAGE, *unread_words(rows.name, unread, kind))
     place = folder / _key(rows, columns, encoder, kind)
     dtype = token_dtype(encoder.tokenizer)
     if not (place / "facts.json").exists():
-        log.info("Tokenising %s ...", rows.name)
         _write(rows, columns, encoder, place, dtype)
     facts = Facts(**json.loads((place / "facts.json").read_text()))
     check_facts(facts, kind, encoder, rows.name)
@@ -110,10 +106,16 @@ def check_facts(facts: Facts, kind: Kind, encoder: Encoder, name: str) -> None:
         raise ConfigError(f"{name} is empty: it has 0 rows. Give one with rows in it.")
     if facts.num_samples == 0:
         cut = f"{facts.num_overlong} of more than {encoder.max_tokens} tokens were left out, "
+        roles = ""
+        if facts.roles and ANSWERING_ROLE not in facts.roles:
+            roles = (
+                f" Answers are the messages of role {ANSWERING_ROLE!r}; seen were "
+                f"{role_names(facts.roles)}: rename the role that answers."
+            )
         raise ConfigError(
             f"{name} has {facts.num_rows} rows, and none of them can be trained on (0 % trained "
             f"tokens): {cut * bool(facts.num_overlong)}{facts.num_untrained} have no trained token "
-            f"(all labels are -100). The longest row has {facts.longest} tokens: raise "
+            f"(all labels are -100).{roles} The longest row has {facts.longest} tokens: raise "
             "data.sequence_length, see that there are answers in the rows, or set "
             "data.loss_on='all'."
         )
@@ -170,9 +172,14 @@ def _write(
     partial.mkdir()
     facts, starts = Facts(), array("q", [0])
     try:
-        with (partial / "tokens").open("wb") as tokens, (partial / "trained").open("wb") as marks:
+        with (
+            (partial / "tokens").open("wb") as tokens,
+            (partial / "trained").open("wb") as marks,
+            tokenising(rows.name, rows.num_lines()) as advance,
+        ):
             for where, row in rows:
                 sample = encoder.kept(row, columns, where, facts)
+                advance(1)
                 if sample is None:
                     continue
                 tokens.write(np.asarray(sample.ids, dtype=dtype).tobytes())

@@ -18,8 +18,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from mt_lightning.errors import ConfigError
+from mt_lightning.huggingface.data.messages import ANSWERING_ROLE, Message
 
-Message = Mapping[str, Any]
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -58,7 +58,7 @@ class ChatTemplate:
         """Return the tokens of a conversation, and whether each is part of an answer.
 
         Args:
-            messages: With `role` and `content`.
+            messages: With `role` and `content`, as `as_messages` returns them.
             where: Which row it is, for messages.
             tools: What the template is given besides.
             first_trained: Answers of earlier messages are not marked.
@@ -67,7 +67,6 @@ class ChatTemplate:
         Raises:
             ConfigError: The template fails, or does not show what the assistant wrote.
         """
-        _check_messages(messages, where)
         whole = self._render(messages, where, tools)
         check_unicode(whole, where)
         found = self._tokenizer(
@@ -89,7 +88,7 @@ class ChatTemplate:
     ) -> list[tuple[int, int]]:
         spans = []
         for i, message in enumerate(messages):
-            if message["role"] != "assistant" or i < first:
+            if message["role"] != ANSWERING_ROLE or i < first:
                 continue
             before = self._render(messages[:i], where, tools, asks=True)
             with_it = self._render(messages[: i + 1], where, tools)
@@ -188,23 +187,3 @@ def check_unicode(text: str, where: str) -> None:
             f"(\\u{ord(text[error.start]):04x}), as a text has it that was cut inside an emoji. "
             "Correct the row, or leave it out."
         ) from error
-
-
-def _check_messages(messages: Any, where: str) -> None:
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise ConfigError(
-            f"{where}: a conversation is a list of messages with role and content, not "
-            f"{'an empty list' if messages == [] else f'a {type(messages).__name__}'}."
-        )
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
-            there = ", ".join(map(str, message)) if isinstance(message, Mapping) else repr(message)
-            hint = (
-                " Rename from to role (human: user, gpt: assistant) and value to content."
-                if isinstance(message, Mapping) and "from" in message
-                else ""
-            )
-            raise ConfigError(
-                f"{where}: message {i} has no role, but {there[:80]}. A message is "
-                f'{{"role": "user", "content": "..."}}.{hint}'
-            )

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from mt_lightning.commands.settings import check_complete
+from mt_lightning.commands.types import check_types
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import TextDataModule
 from mt_lightning.huggingface.batch_checks import IGNORED_LABEL
@@ -40,6 +41,7 @@ def show_data(settings: DictConfig, console: Console, number: int) -> None:
         ConfigError: The data cannot be what was meant; or there is no such row.
     """
     check_complete(settings.data, "data")
+    check_types(settings.data, "data")
     data = instantiate(settings.data, _convert_="all")
     if not isinstance(data, TextDataModule):
         raise ConfigError(

@@ -26,6 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from mt_lightning.callbacks.recorder import paging_engine
 from mt_lightning.commands.recipe import apply, choices_table, choose
 from mt_lightning.commands.settings import check_complete
+from mt_lightning.commands.types import check_types
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface import CausalLMModule, TextDataModule
 from mt_lightning.huggingface.text_samples import generate
@@ -51,6 +52,7 @@ def train(settings: DictConfig, console: Console) -> float:
         KeyboardInterrupt: if the run was stopped; what was trained has been saved.
     """
     check_complete(settings)
+    check_types(settings)
     _check_strategy(settings)
     if settings.recipe:
         choices = choose(settings, given_names())

@@ -104,13 +104,15 @@ class TextDataModule(LightningDataModule):
             ("batch_size", batch_size, 1),
             ("num_workers", num_workers, 0),
         ):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"data.{name}={value!r}: give a whole number.")
             if value < minimum:
                 raise ConfigError(f"data.{name}={value} is too small; set it to {minimum} or more.")
         if not isinstance(packing, bool):
             raise ConfigError(f"data.packing={packing!r} is no switch; set it to True or False.")
-        if not 0 <= val_fraction < 1:
+        if isinstance(val_fraction, str) or not 0 <= val_fraction < 1:
             raise ConfigError(
-                f"data.val_fraction={val_fraction} is not a share; set it from 0 to below 1."
+                f"data.val_fraction={val_fraction!r} is not a share; set it from 0 to below 1."
             )
         if path is not None and dataset is not None:
             raise ConfigError(

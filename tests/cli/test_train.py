@@ -181,6 +181,7 @@ def test_hydra_flags_pass_through(capsys: pytest.CaptureFixture[str]) -> None:
         (["foo=1"], "there is no setting 'foo'; known are "),
         (["model=nope"], "Could not find 'model/nope'"),
         (["model=hf"], "need a value for model.model."),
+        (["data.batch_size=four"], "data.batch_size='four': give a whole number."),
         (["data.sequence_length=1"], "data.sequence_length=1 is too small"),
         (["data.path=nope.txt"], "data.path='nope.txt' does not exist"),
         (["optimizer.lr=-1"], "The optimizer refused its settings: Invalid learning rate: -1"),
@@ -231,7 +232,9 @@ def test_help_shows_examples(command: str, capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit) as exit_request:
         cli.main([command, "--help"])
     assert exit_request.value.code == 0
-    assert "megatrain train data.path=my.txt" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "megatrain train data.path=my.txt" in out
+    assert "megatrain train data=chat data.path=talks.jsonl" in out
 
 
 def test_ctrl_c_before_the_training(

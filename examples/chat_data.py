@@ -10,53 +10,36 @@ from __future__ import annotations
 
 import argparse
 
-import torch
 from lightning.pytorch import Trainer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import mt_lightning as mt
 
-CHAT = """{% for m in messages %}<{{ m.role }}> {{ m.content }}
+TEMPLATE = """{% for m in messages %}<{{ m.role }}> {{ m.content }}
 {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"""
 
 
 def main() -> None:
     """Train for a few steps."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser()
     parser.add_argument("--fast", action="store_true", help="a tiny model with random weights")
     parser.add_argument("--path", help="JSON lines; by default, sums")
     options = parser.parse_args()
 
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": f"What is {i} and {i}?"},
-                {"role": "assistant", "content": f"{i} and {i} is {i + i}."},
-            ]
-        }
-        for i in range(200)
+    sums = [(f"What is {i} and {i}?", f"{i} and {i} is {i + i}.") for i in range(200)]
+    speakers = ("user", "assistant")
+    talks = [
+        {"messages": [{"role": r, "content": c} for r, c in zip(speakers, talk, strict=True)]}
+        for talk in sums
     ]
     data = mt.TextDataModule(
         options.path,
-        dataset=None if options.path else rows,
+        dataset=None if options.path else talks,
         tokenizer="bytes" if options.fast else "smollm2",
-        chat_template=CHAT if options.fast else None,
-        sequence_length=256,
+        chat_template=TEMPLATE if options.fast else None,
         packing=True,
     )
-    data.setup()
-    assert data.facts is not None
-    print(f"{data.facts.num_samples} samples, {data.facts.trained_share:.0%} of tokens are trained")
-    torch.manual_seed(0)
-    tiny = LlamaConfig(
-        vocab_size=257,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-    )
+    tiny = LlamaConfig(vocab_size=257, hidden_size=32, intermediate_size=64, num_hidden_layers=2)
     module = mt.CausalLMModule(LlamaForCausalLM(tiny) if options.fast else "smollm2")
     trainer = Trainer(
         strategy=mt.MegaTrainStrategy(max_ram_gb=0.5),
@@ -68,6 +51,8 @@ def main() -> None:
         enable_progress_bar=False,
     )
     trainer.fit(module, datamodule=data)
+    assert data.facts is not None
+    print(f"{data.facts.num_samples} samples, {data.facts.trained_share:.0%} of tokens are trained")
 
 
 if __name__ == "__main__":

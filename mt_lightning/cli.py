@@ -101,12 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options, rest = parser.parse_known_args(given)
         if options.command in _TOOLS:
             if rest:
-                parser.error(f"{options.command} does not take {' '.join(rest)}")
+                parser.error(_not_taken(options.command, rest))
             return _TOOLS[options.command](options)
-        if options.command == "data":
-            if rest:
-                parser.error(f"data does not take {' '.join(rest)}")
-            return _data(options.row, options.overrides)
+        if options.command == "data":  # settings behind --row are left over, as they are before it
+            flags = [word for word in rest if word.startswith("-")]
+            if flags:
+                parser.error(_not_taken("data", flags))
+            return _data(options.row, [*options.overrides, *rest])
         # Flags of Hydra and overrides may be mixed: take them all as they were written.
         return _train(options.command, given[1:])
     except KeyboardInterrupt:
@@ -173,6 +174,19 @@ def _check_command(
     meant = nearest(given[0], names)
     hint = f"did you mean {meant}?" if meant else f"commands are {', '.join(names)}."
     parser.error(f"{given[0]!r} is no command; {hint}")
+
+
+def _not_taken(command: str, rest: Sequence[str]) -> str:
+    """Return a sentence on words that a command does not take, and where they may belong."""
+    settings = [word for word in rest if "=" in word and not word.startswith("-")]
+    way_out = f"see megatrain {command} --help."
+    if settings:
+        way_out = f"{settings[0]} is a setting of megatrain train."
+    elif command == "doctor":
+        way_out = f"a directory is named by megatrain doctor --dir {rest[0]}."
+    elif command == "plan":
+        way_out = "it takes one model; a machine is named by megatrain plan MODEL --machine NAME."
+    return f"{command} does not take {' '.join(rest)}; {way_out}"
 
 
 def _complete_line(words: Sequence[str], names: Sequence[str]) -> int:

@@ -25,13 +25,14 @@ def test_a_row_is_shown_with_what_is_trained(
 ) -> None:
     rows = [*conversations(9), {"messages": turns("a question", "x" * 200)}]
     arguments = [*chat(workplace, rows), "data.sequence_length=128", "data.val_fraction=0.2"]
-    assert cli.main(["data", *arguments, "--row", "3"]) == 0
+    assert cli.main(["data", *arguments[:2], "--row", "3", *arguments[2:]]) == 0
     out = capsys.readouterr().out
     assert "training rows  8, up to 128 tokens each" in out
     assert "validation     2" in out
     assert "10 of 10 rows, validation included" in out
     assert "1 samples, 143 tokens; the longest has 271" in out
     assert "0 of 10 end in '<|endoftext|>'" in out
+    assert "'user' (10 messages), 'assistant' (10 messages)" in out
     assert "Training row 3: 81 tokens" in out
     assert "<|im_start|>assistant" in out
     assert "\u27e6it is xxx.<|im_end|>" in out
@@ -95,7 +96,9 @@ def test_conversations_train_from_the_command_line(
     workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = [*chat(workplace, conversations(12)), "data.packing=true", "data.batch_size=2"]
-    steps = ["trainer.max_steps=2", "samples.prompts=[]", "save_model=false"]
+    steps = ["trainer.max_steps=2", "samples.max_new_tokens=2", "save_model=false"]
     assert cli.main(["train", *arguments, *steps]) == 0
     out = capsys.readouterr().out
     assert "After 2 steps: perplexity" in out
+    assert out.count("what is 11?<|im_end|>") == 2
+    assert "HAMLET" not in out

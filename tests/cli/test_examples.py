@@ -26,7 +26,10 @@ def test_there_are_examples() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", ["custom_loss", "custom_routing", "modified_architecture"])
+PROTOTYPES = ["chat_data", "custom_loss", "custom_routing", "modified_architecture"]
+
+
+@pytest.mark.parametrize("name", PROTOTYPES)
 def test_a_prototype_is_short(name: str) -> None:
     (path,) = (path for path in EXAMPLES if path.stem == name)
     assert len(path.read_text().splitlines()) < 60

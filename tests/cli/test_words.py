@@ -20,9 +20,17 @@ from mt_lightning import cli
         (["-c", "x.yaml", "fit"], "the command comes first: megatrain fit -c x.yaml"),
         (["trian"], "'trian' is no command; did you mean train?"),
         (["zzz"], "commands are demo, train, data, fit, "),
+        (
+            ["doctor", "/mnt/a"],
+            "does not take /mnt/a; a directory is named by megatrain doctor --dir",
+        ),
+        (["plan", "rtx4090", "8B"], "does not take 8B; it takes one model; a machine is named by"),
+        (["verify", "--fix", "a"], "does not take --fix; see megatrain verify --help"),
+        (["plan", "8B", "model=tiny"], "model=tiny is a setting of megatrain train"),
+        (["data", "--raw", "3", "model=tiny"], "data does not take --raw"),
     ],
 )
-def test_a_first_word_that_is_no_command(
+def test_words_in_the_wrong_place(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as exit_request:

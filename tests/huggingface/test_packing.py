@@ -228,6 +228,17 @@ def test_the_trainer_takes_rows_that_are_not_tokenised(tmp_path: Path) -> None:
     assert len(seen[0]) == 3
 
 
+def test_columns_that_are_not_read_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = [{"prompt": "a", "completion": "b", "input": "c"}] * 4
+    made = arguments(tmp_path, max_steps=1)
+    mt.Trainer(llama(vocab_size=NUM_TOKENS), made, None, rows, None, chat_tokenizer()).train()
+    assert "train_dataset: samples are made of 'prompt' and 'completion'; not read: 'input'" in (
+        caplog.text
+    )
+
+
 def test_a_step_without_labels_is_refused(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(4), "labels": torch.full((4,), -100)}] * 8
     with pytest.raises(ConfigError, match=r"all labels of the 4 batch\(es\) of a step are -100"):

@@ -105,7 +105,10 @@ class SFTConfig(TrainingArguments):
     max_length: int | None = 1024
     completion_only_loss: bool | None = None
     packing: bool = False
+    packing_strategy: str = "bfd"
+    eval_packing: bool | None = None
     eos_token: str | None = None
+    assistant_only_loss: bool = False
 
 
 def sft(folder: Path, **settings: Any) -> SFTConfig:
@@ -133,13 +136,13 @@ def test_the_arguments_of_trl_are_taken(tmp_path: Path) -> None:
 
 def test_what_trl_would_do_and_this_does_not_is_refused(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer()
-    with pytest.raises(ConfigError, match="packing=True: this version does not know it"):
-        mt.Trainer(llama(), sft(tmp_path, packing=True), processing_class=tokenizer)
+    with pytest.raises(ConfigError, match="packing_strategy='wrapped': this version does not know"):
+        mt.Trainer(llama(), sft(tmp_path, packing_strategy="wrapped"), processing_class=tokenizer)
     with pytest.raises(ConfigError, match="SFTConfig needs a tokenizer"):
         mt.Trainer(llama(), sft(tmp_path))
     collate = TextCollator(sft(tmp_path), tokenizer)
     with pytest.raises(ConfigError, match="the tokenizer .* has no chat template"):
-        collate([{"messages": []}])
+        collate([{"messages": [{"role": "user", "content": "a"}]}])
     with pytest.raises(ConfigError, match="completion_only_loss=True, and a sample has no prompt"):
         TextCollator(sft(tmp_path, completion_only_loss=True), tokenizer)([{"text": "a"}])
     with pytest.raises(ConfigError, match="'<nope>' is no token"):

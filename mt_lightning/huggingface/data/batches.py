@@ -153,13 +153,20 @@ class SampleCollator:
         tokenizer: Has the token to fill up with: `pad_token`, else `eos_token`. It is never a
             label, nor attended to.
         multiple: Fill up to a multiple of this.
+        pad_with: The token in place of the tokenizer's.
 
     Raises:
         ConfigError: The tokenizer has neither.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, multiple: int = 1) -> None:
-        self._pad_id = pad_id(tokenizer)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        multiple: int = 1,
+        *,
+        pad_with: int | None = None,
+    ) -> None:
+        self._pad_id = pad_id(tokenizer) if pad_with is None else pad_with
         self._multiple = multiple
 
     def __call__(self, rows: Sequence[Mapping[str, Tensor]]) -> Sample:

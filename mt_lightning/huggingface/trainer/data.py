@@ -13,15 +13,25 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler, SequentialSampler
 from transformers import TrainingArguments
 from transformers.trainer_utils import RemoveColumnsCollator
+from transformers.utils import logging as transformers_logging
 from typing_extensions import override
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.adapters import base_of
-from mt_lightning.huggingface.data.kinds import RAW_COLUMNS, kind_of
+from mt_lightning.huggingface.data.kinds import (
+    RAW_COLUMNS,
+    UNREAD_MESSAGE,
+    kind_of,
+    unread_columns,
+    unread_words,
+)
+from mt_lightning.huggingface.trainer.packing import is_packing, packed
 from mt_lightning.huggingface.trainer.raw import RowCollator
-from mt_lightning.huggingface.trainer.sft import columns, is_sft
+from mt_lightning.huggingface.trainer.sft import TextCollator, columns, is_sft
 
 log = logging.getLogger(__name__)
+# Its verbosity is log_level of the arguments.
+_theirs = transformers_logging.get_logger("transformers.trainer")
 
 NUM_ITEMS = "num_items_in_batch"
 """Key of a batch: labels of all batches of its optimizer step."""
@@ -86,6 +96,7 @@ class LoaderMaker:
             ConfigError: No column fits the model, or no batch comes out.
         """
         args = self._args
+        dataset = self._packed("train_dataset", dataset, evaluates=False)
         sampler: Sampler[int] | None = None
         if not isinstance(dataset, IterableDataset):
             sampler = self._train_sampler(dataset)
@@ -100,9 +111,20 @@ class LoaderMaker:
 
     def evaluation(self, dataset: Any, name: str = "eval_dataset") -> DataLoader[Any]:
         """Return the loader of data to evaluate on, in their order."""
+        dataset = self._packed(name, dataset, evaluates=True)
         iterable = isinstance(dataset, IterableDataset) or num_samples(dataset) is None
         sampler = None if iterable else self._eval_sampler(dataset)
         return self._loader(name, dataset, self._args.eval_batch_size, sampler)
+
+    def _packed(self, name: str, dataset: Any, *, evaluates: bool) -> Any:
+        if not is_packing(self._args, evaluates=evaluates):
+            return dataset
+        if not isinstance(self._collate, TextCollator):
+            raise ConfigError(
+                "packing=True, and a data_collator is given, which does not know where samples of "
+                "a row begin. Leave it out, or give mt.TextDataModule's rows and collator."
+            )
+        return packed(name, dataset, self._args, self._collate.tokenizer)
 
     def _train_sampler(self, dataset: Any) -> Sampler[int]:
         strategy = getattr(self._args, "train_sampling_strategy", "random")
@@ -146,12 +168,14 @@ class LoaderMaker:
         self, name: str, dataset: Any, batch_size: int, sampler: Sampler[int] | None
     ) -> DataLoader[Any]:
         args, collate = self._args, self._collate
+        if isinstance(collate, (RowCollator, TextCollator)):
+            _tell_unread(name, dataset, getattr(args, "dataset_text_field", "text"))
         if args.remove_unused_columns:
             if sampler is not None and hasattr(dataset, "remove_columns"):
                 dataset = self._without_unused(name, dataset)
             else:
                 collate = RemoveColumnsCollator(
-                    collate, self._columns, log, type(self._model).__name__, name
+                    collate, self._columns, _theirs, type(self._model).__name__, name
                 )
         settings: dict[str, Any] = {
             "num_workers": args.dataloader_num_workers,
@@ -180,8 +204,22 @@ class LoaderMaker:
                 "data, or set remove_unused_columns=False."
             )
         if unused:
-            log.info("columns of %s that the model does not take: %s", name, ", ".join(unused))
+            _theirs.info("columns of %s that the model does not take: %s", name, ", ".join(unused))
         return dataset.remove_columns(unused)
+
+
+def _tell_unread(name: str, dataset: Any, text_field: str) -> None:
+    """Warn of columns of texts and conversations that no token comes from."""
+    names = getattr(dataset, "column_names", None)
+    if names is None and num_samples(dataset) and hasattr(dataset, "__getitem__"):
+        first = dataset[0]
+        names = list(first) if isinstance(first, Mapping) else None
+    ours = ["text" if each == text_field else each for each in names or ()]
+    if "input_ids" in ours or not set(ours) & set(RAW_COLUMNS):
+        return
+    kind = kind_of(ours)
+    if unread := unread_columns(ours, kind):
+        log.warning(UNREAD_MESSAGE, *unread_words(name, unread, kind))
 
 
 class SeededSampler(RandomSampler):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from lightning.pytorch import Callback, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, Logger
 from rich.console import Console
 
 from mt_lightning import MegaTrainStrategy
@@ -39,6 +39,30 @@ def test_metrics_are_logged_at_every_step(fit: Fit, tmp_path: Path) -> None:
         assert float(row["mt/written_gb"]) == pytest.approx(record.written_bytes / 1e9)
         assert float(row["mt/tokens_per_s"]) == pytest.approx(record.tokens_per_s)
     assert {record.num_tokens for record in monitor.records} == {4 * WIDTH}
+
+
+class Kept(Logger):
+    """Keeps what a logger such as TensorBoard's is given, and takes plain numbers only."""
+
+    name, version = "kept", 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scalars: dict[str, list[int | None]] = {}
+
+    def log_hyperparams(self, *args: object, **kwargs: object) -> None: ...
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        for name, value in metrics.items():
+            assert type(value) in (int, float), name
+            self.scalars.setdefault(name, []).append(step)
+
+
+def test_any_logger_gets_numbers_with_their_step(fit: Fit, tmp_path: Path) -> None:
+    logger = Kept()
+    fit([PagingMonitor(tables=False)], logger=[logger, CSVLogger(tmp_path)], log_every_n_steps=2)
+    assert {"mt/ram_gib", "mt/stall_share", "mt/read_gb", "mt/step_s"} <= logger.scalars.keys()
+    assert logger.scalars["mt/ram_gib"] == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize("clip", [None, 1.0], ids=["eager", "deferred"])

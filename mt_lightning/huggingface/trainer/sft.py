@@ -154,9 +154,7 @@ def _check_completion_only(args: Any) -> None:
         )
 
 
-def _id_of(
-    tokenizer: PreTrainedTokenizerBase, args: Any, field: str, default: int | None
-) -> int | None:
+def _id_of(tokenizer: PreTrainedTokenizerBase, args: Any, field: str, default: Any) -> int | None:
     token = getattr(args, field, None)
     if token is None:
         return default

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from weakref import WeakSet
 
 import lightning.pytorch as pl
 import torch
@@ -21,6 +22,7 @@ _CALLBACKS = {
     "EMAWeightAveraging": "it keeps a second copy of all weights in RAM",
     "ModelPruning": "it replaces parameters by masked copies",
 }
+_made_halves: WeakSet[torch.nn.Module] = WeakSet()
 _WATCHED = ("configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step")
 _WATCHED_OF_MODULE = (*_WATCHED, "backward")
 
@@ -66,13 +68,27 @@ def _refuse_lost(trainer: pl.Trainer, num_lost: int) -> None:
 
 
 def tell_of_halves(model: torch.nn.Module, precision: str) -> None:
-    """Warn where weights are bfloat16 and nothing keeps what small updates add to them."""
+    """Warn where weights are bfloat16 and nothing keeps what small updates add to them.
+
+    Raises:
+        ConfigError: They are so since this model was fitted in bf16-true: its masters would be
+            dropped without a word, and inputs that are fp32 do not fit.
+    """
     halves = [
         name
         for name, param in model.named_parameters()
         if param.requires_grad and param.dtype == torch.bfloat16
     ]
-    if halves and precision != "bf16-true":
+    if precision == "bf16-true":
+        _made_halves.add(model)
+    elif halves and model in _made_halves:
+        raise ConfigError(
+            f"{len(halves)} parameter(s) are bfloat16 since this module was fitted with precision="
+            f"'bf16-true', and precision is now {precision!r}. Fit with 'bf16-true' again; or call "
+            "module.float() first, which begins from the bfloat16 weights (mt.save_masters writes "
+            "the whole ones for load_state_dict)."
+        )
+    elif halves:
         log.warning(
             "%d parameter(s) are bfloat16 and precision is %r: the optimizer steps them in "
             "bfloat16, where small updates are lost, as with plain Lightning. Set precision="

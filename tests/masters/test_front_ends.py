@@ -87,3 +87,27 @@ def test_the_model_is_not_touched_where_the_budget_is_too_small() -> None:
     with pytest.raises(mt.BudgetError):
         made.fit(mt.CausalLMModule(model), loader(), loader())
     assert {p.dtype for p in model.parameters()} == {torch.float32}
+
+
+def test_masters_are_not_dropped_by_a_fit_in_another_precision() -> None:
+    module = mt.CausalLMModule(llama())
+
+    def fit(precision: Any) -> None:
+        Trainer(
+            strategy=mt.MegaTrainStrategy(max_ram_gb=0.1),
+            precision=precision,
+            max_steps=1,
+            max_epochs=-1,
+            accelerator="cpu",
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+        ).fit(module, loader(), loader())
+
+    fit("bf16-true")
+    fit("bf16-true")
+    with pytest.raises(mt.ConfigError, match=r"precision is now '32-true'.*module\.float\(\)"):
+        fit("32-true")
+    module.float()
+    fit("32-true")
+    assert module.model.lm_head.weight.dtype == torch.float32  # type: ignore[union-attr]

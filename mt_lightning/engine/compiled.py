@@ -64,7 +64,11 @@ def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
     its trace. Binding pages is not for tracing; compiled calls inside still run.
     """
     dynamo = sys.modules.get("torch._dynamo")  # not there: nothing was compiled, and it takes long
-    return function if dynamo is None else dynamo.disable(function)
+    if dynamo is None:
+        return function
+    # `functools.wraps` took it over from a compiled `forward`: torch 2.8 would call that one alone.
+    vars(function).pop("_torchdynamo_orig_callable", None)
+    return dynamo.disable(function)
 
 
 def is_compiled(module: nn.Module) -> bool:

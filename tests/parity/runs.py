@@ -38,12 +38,6 @@ class Paging:
         self.strategies.append(strategy)
         return strategy
 
-    @property
-    def rounds(self) -> bool:
-        """Whether batches have run in an order that adds some gradients in another one."""
-        plans = [strategy.engine.plan for strategy in self.strategies]
-        return any("the same but for rounding" in plan.order_reason for plan in plans)
-
     def total(self, name: str) -> int:
         """Sum one counter over all strategies."""
         return sum(getattr(strategy.engine.stats, name) for strategy in self.strategies)
@@ -87,7 +81,11 @@ def _cached_plain_outcome(recipe: Recipe) -> Outcome:
 def paged_outcome(
     row: Row, directory: Path, layer_major: bool | str = "auto"
 ) -> tuple[Outcome, Paging]:
-    """Run a row with its bytes on pages."""
+    """Run a row with its bytes on pages.
+
+    Raises:
+        flows.RoundingError: The bits that are promised are those of `layer_major=False`.
+    """
     max_ram_gb = FITS_GB
     if row.budget != "fits":
         max_ram_gb = smallest_gb(row) * (1.0 if row.budget == "smallest" else 1.1)

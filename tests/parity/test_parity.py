@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from .flows import RoundingError
 from .outcome import assert_equal
 from .recipe import Recipe
 from .rows import Row, covering_rows, product_rows
@@ -55,8 +56,9 @@ def test_five_percent_less_than_the_smallest_budget_is_refused(model: str) -> No
 
 def check(row: Row, directory: Path) -> None:
     expected = plain_outcome(row.recipe)
-    actual, paging = paged_outcome(row, directory)
-    if paging.rounds:
+    try:
+        actual, paging = paged_outcome(row, directory)
+    except RoundingError:
         # It was found and named; every bit is what the usual order promises.
         (directory / "usual").mkdir()
         actual, paging = paged_outcome(row, directory / "usual", layer_major=False)

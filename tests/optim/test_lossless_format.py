@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -12,6 +10,8 @@ import torch
 
 from mt_lightning.errors import CorruptPageError
 from mt_lightning.optim.lossless import decode, encode, max_encoded
+
+from ..forked.process import run
 
 
 def example() -> np.ndarray:
@@ -182,15 +182,13 @@ def test_damage_is_reported_with_what_is_wrong(change, message):
 ATTACK = """
 import ctypes
 import mmap
-import sys
 
 import numpy as np
 import torch
 
-sys.path[:0] = [{folder!r}]
-from test_lossless_format import coded, example
 from mt_lightning.errors import CorruptPageError
 from mt_lightning.optim.lossless import decode
+from tests.optim.test_lossless_format import coded, example
 
 PAGE = mmap.PAGESIZE
 libc = ctypes.CDLL(None, use_errno=True)
@@ -239,15 +237,14 @@ print("REFUSED", refused)
 
 
 @pytest.mark.parametrize("overrun", [False, True])
-def test_no_damage_makes_it_touch_memory_outside(overrun, request):
+def test_no_damage_makes_it_touch_memory_outside(overrun, tmp_path):
     """With `overrun` the guard itself is tried: reading one byte too far must end the process."""
-    script = ATTACK.format(folder=str(request.path.parent), overrun=overrun)
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=200
-    )
+    script = tmp_path / "attack.py"
+    script.write_text(ATTACK.format(overrun=overrun))
+    done = run([str(script)], output=tmp_path / "output")
     if overrun:
         assert done.returncode < 0
         return
-    assert done.returncode == 0, done.stderr
-    refused = int(done.stdout.split("REFUSED")[1])
+    assert done.returncode == 0, done.output
+    refused = int(done.output.split("REFUSED")[1])
     assert 1000 < refused < 4000

@@ -2,42 +2,44 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from mt_lightning.errors import ConfigError
 from mt_lightning.tiers.lock import DirectoryLock, held_directories
+from tests.forked.process import Process
 
 HOLD = """
 import sys
+import time
 from mt_lightning.tiers.lock import DirectoryLock
 lock = DirectoryLock(sys.argv[1])
 lock.acquire()
 print("held", flush=True)
-sys.stdin.readline()
+time.sleep(600)
 """
 
 
 def test_other_process_is_named(tmp_path: Path) -> None:
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
-    with child:
-        assert child.stdout is not None
-        assert child.stdout.readline() == "held\n"
-        lock = DirectoryLock(tmp_path)
-        with pytest.raises(ConfigError, match=f"pid {child.pid} on host .*offload_dir"):
-            lock.acquire()
-        child.kill()
+    script, output, held = tmp_path / "hold.py", tmp_path / "output", tmp_path / "held"
+    script.write_text(HOLD)
+    child = Process([str(script), str(held)], output=output)
+    deadline = time.monotonic() + 60
+    while not output.exists() or output.read_text() != "held\n":
+        assert child.poll() is None, output.read_text()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    lock = DirectoryLock(held)
+    with pytest.raises(ConfigError, match=f"pid {child.pid} on host .*offload_dir"):
+        lock.acquire()
+    child.kill()
+    while Path(f"/proc/{child.pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
     lock.acquire()
-    assert (tmp_path / "lock").read_text().split()[0] == str(os.getpid())
+    assert (held / "lock").read_text().split()[0] == str(os.getpid())
     lock.release()
 
 

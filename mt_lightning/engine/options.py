@@ -15,6 +15,9 @@ OnExisting = Literal["error", "resume", "overwrite"]
 Durability = Literal["auto", "step", "checkpoint"]
 Nonfinite = Literal["propagate", "skip", "raise"]
 
+_MOST_GIB = 1e9
+"""More than any machine has; bytes are counted in 64 bits."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -72,8 +75,11 @@ class Options:
         for name in ("max_vram_gb", "max_ram_gb", "max_disk_gb"):
             value: Any = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < float("inf")):
-                raise ConfigError(f"{name}={value!r}: give a positive number of GiB, or None.")
+            if value is not None and not (number and 0 < value <= _MOST_GIB):
+                raise ConfigError(
+                    f"{name}={value!r}: give a positive number of GiB, up to {_MOST_GIB:g}, or "
+                    "None."
+                )
         wait: Any = self.disk_full_timeout_s
         if isinstance(wait, bool) or not isinstance(wait, (int, float)) or not wait >= 0:
             raise ConfigError(

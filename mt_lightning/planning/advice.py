@@ -46,15 +46,25 @@ class Adviser:
         model: The model.
         machine: The machine.
         worker: Counts what the model computes.
+        found: An answer whose pages need not be laid out again.
     """
 
-    def __init__(self, model: Model, machine: Machine, worker: Worker) -> None:
+    def __init__(
+        self, model: Model, machine: Machine, worker: Worker, found: Answer | None = None
+    ) -> None:
         self._model, self._machine, self._worker = model, machine, worker
-        self._builds: dict[tuple[str, bool | str], Build] = {}
+        self._builds: dict[tuple[str, bool | str, bool], Build] = {}
+        if found is not None and found.build is not None:
+            self._builds[self._key(found.training)] = found.build
+
+    @staticmethod
+    def _key(training: Training) -> tuple[str, bool | str, bool]:
+        form = training.options.optimizer_compression
+        return training.optimizer, form, training.keeps_masters
 
     def answer(self, training: Training) -> Answer | None:
         """Return the answer for settings, None where they do not go with model or machine."""
-        key = (training.optimizer, training.options.optimizer_compression)
+        key = self._key(training)
         try:
             if key not in self._builds:
                 self._builds[key] = lay_out(self._model, training)

@@ -38,7 +38,10 @@ def machine_here(
     if missing or not profile.drives:
         where = ", ".join(missing) or "any drive"
         raise ConfigError(
-            f"the machine profile has no rates of {where}. Measure it: megatrain bench io."
+            f"the machine profile of {profile.measured_at[:10]} has no rates of {where}; it has "
+            f"those of {', '.join(d.directory for d in profile.drives) or 'none'}. Measure it: "
+            f"megatrain bench machine {' '.join(missing)}".rstrip()
+            + "."
         )
     found = [(directory, rates) for directory, rates in chosen if rates is not None]
     drives = {rates.device: (directory, rates) for directory, rates in found} or {

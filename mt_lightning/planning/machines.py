@@ -7,6 +7,7 @@ machine (`megatrain bench machine`) holds what was measured here.
 
 from __future__ import annotations
 
+import difflib
 import math
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -15,6 +16,8 @@ from mt_lightning.errors import ConfigError
 
 GIB = 1 << 30
 _TB = 10**12
+_MOST = 1e30
+"""Of bytes, and of anything in a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,13 +140,31 @@ class Machine:
         return self.device.watts + self.host_watts
 
     def disk_seconds(self, read_bytes: float, written_bytes: float) -> float:
-        """Return how long the drives work; each holds a share of the pages by its speed."""
+        """Return how long the drives work at once; pages lie on them by their room."""
         if not read_bytes and not written_bytes:
             return 0.0
         if not self.drives:
             return math.inf
-        rates = [1 / drive.seconds(read_bytes, written_bytes) for drive in self.drives]
-        return 1 / sum(rates)
+        return max(
+            drive.seconds(share * read_bytes, share * written_bytes)
+            for drive, share in zip(self.drives, self.drive_shares, strict=True)
+        )
+
+    def file_seconds(self, read_bytes: float, written_bytes: float) -> float:
+        """Return how long the drive of one file works, on average over the drives."""
+        if not read_bytes and not written_bytes:
+            return 0.0
+        if not self.drives:
+            return math.inf
+        return sum(
+            share * drive.seconds(read_bytes, written_bytes)
+            for drive, share in zip(self.drives, self.drive_shares, strict=True)
+        )
+
+    @property
+    def drive_shares(self) -> list[float]:
+        """The share of the pages that lies on each drive."""
+        return [drive.size_bytes / self.disk_bytes for drive in self.drives]
 
 
 def _check_positive(whose: str, item: Any) -> None:
@@ -280,10 +301,12 @@ def find_machine(name: str) -> Machine:
     aliases |= {"dgx-spark"} & ({"dgx-spark"} if key in ("spark", "dgxspark") else set())
     found = next((MACHINES[alias] for alias in sorted(aliases) if alias in MACHINES), None)
     if found is None:
+        near = difflib.get_close_matches(key.replace("-", ""), MACHINES, n=1)
+        meant = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"machine {name!r} is not known. Choose one of {', '.join(MACHINES)}; 'here' for this "
-            "machine; the path of a profile (megatrain bench machine writes one); or give numbers: "
-            "machine=custom with device_gb, tflops, ram_gb, link_gb_per_s, drives."
+            f"machine {name!r} is not known.{meant} Choose one of {', '.join(MACHINES)}; 'here' "
+            "for this machine; the path of a profile (megatrain bench machine writes one); or give "
+            "numbers: machine=custom with device_gb, tflops, ram_gb, link_gb_per_s, drives."
         )
     return found
 
@@ -323,6 +346,11 @@ def changed(machine: Machine, **changes: Any) -> Machine:
     for name, value in given.items():
         if isinstance(value, (int, float)) and not value > 0:
             raise ConfigError(f"{name} is {value:g}: it must be above 0. Give a positive number.")
+        largest = max(value.values()) if isinstance(value, dict) else value
+        if isinstance(largest, (int, float)) and not largest < _MOST:
+            raise ConfigError(
+                f"{name} is {largest:g}: no machine has that. Give a number below {_MOST:g}."
+            )
     if "memory_bytes" in of_device and machine.on_host:
         raise ConfigError(
             f"{machine.name} computes in the memory of the host: it has no device memory to set. "

@@ -89,19 +89,19 @@ def answer(
     except BudgetError as error:
         lacks = (_first(str(error)),)
         found = dataclasses.replace(short, lacks=lacks)
-        return _advised(found, error.smallest_gb) if advises else found
+        return _advised(found, worker, error.smallest_gb) if advises else found
     tiers = tiers_of(build, plan, None, training, machine)
     lacks = _lacks(tiers, training, machine)
     if lacks or worker is None:  # known without running the model
         found = dataclasses.replace(short, plan=plan, tiers=tiers, lacks=lacks)
-        return _advised(found) if advises and lacks else found
+        return _advised(found, worker) if advises and lacks else found
     work = worker(training)
     tiers = tiers_of(build, plan, work, training, machine)
     found = dataclasses.replace(
         short, plan=plan, tiers=tiers, work=work, lacks=_lacks(tiers, training, machine)
     )
     if not found.fits:
-        return _advised(found) if advises else found
+        return _advised(found, worker) if advises else found
     time = time_of_step(build, plan, tiers, work, training, machine)
     return dataclasses.replace(found, time=time)
 
@@ -136,31 +136,42 @@ def _lacks(tiers: Tiers, training: Training, machine: Machine) -> tuple[str, ...
     return tuple(lacks)
 
 
-def _advised(found: Answer, smallest_gb: float | None = None) -> Answer:
-    """Look for the cheapest change that makes it fit: settings first, then hardware."""
+def _advised(found: Answer, worker: Worker | None, smallest_gb: float | None = None) -> Answer:
+    """Look for the cheapest change that makes it fit: settings first, then hardware.
+
+    Args:
+        found: What does not fit.
+        worker: Counts what is not known of the work; None where time is not asked for.
+        smallest_gb: The smallest budget that works, where the budget is too small.
+    """
     builds = {found.training.options.optimizer_compression: found.build}
     for words, training, machine in _changes(found, smallest_gb):
         form = training.options.optimizer_compression
         try:
             builds[form] = builds.get(form) or lay_out(found.model, training)
-            other = answer(
-                found.model, training, machine, _known(found), build=builds[form], advises=False
+            known = found.work is not None and training.tokens == found.training.tokens
+            fits = all(
+                answer(
+                    found.model, training, machine, asked, build=builds[form], advises=False
+                ).fits
+                for asked in (_least(found), worker)[: 1 if known else 2]
             )
         except ValueError:
             continue  # the change does not go with the model: no packed form of its state
-        if other.fits:
+        if fits:
             return dataclasses.replace(found, remedy=words)
     return found
 
 
-def _known(found: Answer) -> Worker | None:
+def _least(found: Answer) -> Worker | None:
+    """Return what says the least that a smaller batch takes, without running the model."""
     work = found.work
     return None if work is None else lambda training: _scaled(work, found.training, training)
 
 
 def _scaled(work: ModelWork, before: Training, after: Training) -> ModelWork:
-    """Return what a smaller batch computes; attention over shorter sequences counts as more."""
-    share = after.tokens / before.tokens
+    """Return what a smaller batch computes, and the least that shorter sequences take."""
+    share = after.tokens / before.tokens * after.sequence_length / before.sequence_length
     if share == 1:
         return work
     numbers = ("num_ops", "backward_num_ops")
@@ -206,7 +217,8 @@ def _changes(found: Answer, smallest_gb: float | None) -> Iterator[tuple[str, Tr
     while batch == 1 and length > 1024:
         length //= 2
         shorter = dataclasses.replace(training, batch_size=1, sequence_length=length)
-        yield f"set sequence_length={length}", shorter, machine
+        also = "batch_size=1 and " if training.batch_size > 1 else ""
+        yield f"set {also}sequence_length={length}", shorter, machine
     if options.optimizer_compression is False:
         words = "set optimizer_compression=True (2-8 bits per value, lossy)"
         yield words, with_options(optimizer_compression=True), machine

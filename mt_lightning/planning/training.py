@@ -15,6 +15,9 @@ from mt_lightning.errors import ConfigError
 PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16"}
 """Precisions, and the dtype that matrix products take in each."""
 
+_MOST_TOKENS = 10**12
+"""Of a step; with more, bytes of activations do not fit the integers that shapes have."""
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
@@ -54,6 +57,11 @@ class Training:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise ConfigError(f"{name}={value!r}: give a whole number above 0.")
+        if self.tokens_per_step > _MOST_TOKENS:
+            raise ConfigError(
+                f"a step of {self.tokens_per_step:.3g} tokens: at most {_MOST_TOKENS:.0e} can be "
+                "planned. Lower batch_size, sequence_length or accumulate_grad_batches."
+            )
         if type(self.num_checkpoints) is not int or self.num_checkpoints < 0:
             raise ConfigError(f"num_checkpoints={self.num_checkpoints!r}: give 0 or more.")
         for name, allowed in (("precision", PRECISIONS), ("optimizer", OPTIMIZERS)):

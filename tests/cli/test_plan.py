@@ -26,7 +26,7 @@ def test_json_has_what_the_table_shows(config: Path, capsys: pytest.CaptureFixtu
     arguments = ["plan", str(config), "--machine", "h100", "--sequence-length", "32"]
     arguments += ["--accumulate", "2", "--tokens", "1e6", "--footprint"]
     assert cli.main([*arguments, "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
+    data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert data["fits"]
     assert not data["measured"]
     assert data["time"]["step_s"] > 0
@@ -37,6 +37,33 @@ def test_json_has_what_the_table_shows(config: Path, capsys: pytest.CaptureFixtu
     shown = capsys.readouterr().out
     for text in ("max_ram_gb", "tokens per second", "modelled from data sheets", "optimizer state"):
         assert text in shown
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("gpt2", {"n_embd": 64, "n_layer": 2, "n_head": 4}),
+        ("bart", {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2,
+                  "encoder_attention_heads": 4, "decoder_attention_heads": 4}),
+        ("vit", {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+                 "architectures": ["ViTForImageClassification"]}),
+        ("qwen2_moe", {**SMALL, "num_experts": 4, "moe_intermediate_size": 32,
+                       "shared_expert_intermediate_size": 48, "num_key_value_heads": 2}),
+    ],
+)  # fmt: skip
+def test_configs_of_many_kinds_are_planned(
+    name: str, settings: dict, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    vocab = {} if name == "vit" else {"vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2}
+    folder = workplace / name
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": name, **settings, **vocab}))
+    # On the machine with one memory the link is infinitely fast, for which JSON has no word.
+    arguments = ["plan", str(folder), "--machine", "dgx-spark", "--sequence-length", "32"]
+    assert cli.main([*arguments, "--no-advice", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert data["machine_rates"]["device"]["up_bytes_per_s"] is None
+    assert data["time"]["step_s"] > 0
 
 
 def test_what_does_not_fit_ends_with_1_and_a_way_out(
@@ -64,9 +91,13 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
     ("arguments", "said"),
     [
         (["100B", "--machine", "abacus"], "machine 'abacus' is not known"),
+        (["100B", "--machine", "H20"], "Did you mean h200?"),
         (["100B"], "no machine profile"),
         (["nothing"], "is not known"),
-        (["7XB", "--machine", "h100"], "is not known"),
+        (["10OB", "--machine", "h100"], "Did you mean 100B?"),
+        (["1e9", "--machine", "h100"], "Sizes end in M, B or T"),
+        (["0B", "--machine", "h100"], "between 1M and 5T"),
+        (["8x7B", "--machine", "h100"], "of models with experts"),
         (["0.01M", "--machine", "h100"], "between 1M and 5T"),
         (["9B-A1B", "--machine", "h100"], "of models with experts"),
         (["no/such/folder", "--machine", "h100"], "no Hugging Face config"),
@@ -81,6 +112,11 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
         (["8B", "--machine", "custom"], "needs numbers"),
         (["8B", "--machine", "h100", "--units", "Nope"], "no module of class Nope"),
         (["8B", "--machine", "h100", "--tokens", "-1"], "tokens=-1"),
+        (["8B", "--machine", "h100", "--sequence-length", "9" * 13], "at most 1e+12"),
+        (["8B", "--machine", "h100", "--max-ram-gb", "1e300"], "up to 1e+09"),
+        (["8B", "--machine", "h100", "--disk-tb", "1e300"], "no machine has that"),
+        (["8B", "--machine", "h100", "--tflops", "1e300"], "no machine has that"),
+        (["8B", "--machine", "h100", "--plot", "curves.nope"], "'nope' is no format"),
         (
             ["8B", "--machine", "h100", "--optimizer", "sgd", "--compression", "true"],
             "packs the state",
@@ -90,8 +126,10 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
 def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     if arguments == ["nothing"]:
         arguments = [*arguments, "--machine", "h100"]
-    assert cli.main(["plan", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert cli.main(["plan", *arguments, "--json"]) == 2
+    told = capsys.readouterr()
+    assert said in told.err
+    assert not told.out  # a program that reads JSON is not given half of it
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mt_lightning.errors import ConfigError, StorageError
+from mt_lightning.planning.here import machine_here
 from mt_lightning.planning.profile import (
     DriveRates,
     Host,
@@ -155,3 +156,13 @@ def test_a_profile_that_cannot_be_written_is_an_error(
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="cannot write the machine profile"):
         profile.save(tmp_path / "file" / "machine.json")
+
+
+def test_a_drive_that_was_not_measured_is_named_with_the_command(
+    profile: MachineProfile, tmp_path: Path
+) -> None:
+    whole = replace(profile, memory_bytes_per_s=1e9, flops_per_s={"float32": 1e9})
+    with pytest.raises(ConfigError, match=r"no rates of /proc;.*megatrain bench machine /proc\."):
+        machine_here(whole, ["/proc"])
+    with pytest.raises(ConfigError, match=r"nothing of matrix products.*megatrain bench machine"):
+        machine_here(replace(whole, flops_per_s={}), [tmp_path])

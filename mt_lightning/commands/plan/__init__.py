@@ -12,7 +12,7 @@ from rich.console import Console
 
 from mt_lightning.commands.plan.machine import find
 from mt_lightning.commands.plan.model import find_model, worker_for
-from mt_lightning.commands.plan.tables import as_data, machine_data, played_table, show
+from mt_lightning.commands.plan.tables import as_data, finite, machine_data, played_table, show
 from mt_lightning.engine.options import Options
 from mt_lightning.errors import ConfigError
 from mt_lightning.planning.advice import Adviser
@@ -105,6 +105,10 @@ def run_plan(options: argparse.Namespace) -> int:
     for name, value in vars(options).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise ConfigError(f"--{name.replace('_', '-')} is {value}: give a finite number.")
+    if options.plot is not None:
+        from mt_lightning.commands.plan.plot import check_plot  # matplotlib is an extra
+
+        check_plot(options.plot)
     training = _training(options)
     prices = Prices(
         tokens=options.tokens, per_hour=options.price_per_hour, per_kwh=options.price_per_kwh
@@ -117,7 +121,7 @@ def run_plan(options: argparse.Namespace) -> int:
     items, played = [], None
     if found.fits:
         if not options.no_advice:
-            best = Adviser(model, machine, worker).best(training)
+            best = Adviser(model, machine, worker, found).best(training)
         costs = costs_of(found, prices)
         items = footprint(found) if options.footprint else []
         played = simulate(found) if options.simulate else None
@@ -125,14 +129,15 @@ def run_plan(options: argparse.Namespace) -> int:
         data = as_data(found, best, costs, items)
         if played is not None:
             data["simulated"] = {**vars(played), "compute_share": played.compute_share}
-        print(json.dumps({**data, "machine_rates": machine_data(machine)}, indent=2))
+        data = finite({**data, "machine_rates": machine_data(machine)})
+        print(json.dumps(data, indent=2, allow_nan=False))
     else:
         console = Console()
         show(console, found, best, costs, items)
         if played is not None:
             console.print(played_table(played))
     if options.plot is not None:
-        from mt_lightning.commands.plan.plot import plot  # matplotlib is an extra
+        from mt_lightning.commands.plan.plot import plot
 
         plot(options.plot, training, machine, found)
     return 0 if found.fits else _EXIT_DOES_NOT_FIT

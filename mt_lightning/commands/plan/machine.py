@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 
 from mt_lightning.errors import ConfigError
@@ -100,4 +101,6 @@ def _times(value: float | None, factor: float) -> float | None:
 def _whole(value: float | None, factor: float) -> int | None:
     if value is None:
         return None
-    return int(value * factor) if value > 0 else -1
+    if value <= 0:
+        return -1
+    return int(min(value * factor, sys.float_info.max))

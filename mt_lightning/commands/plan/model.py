@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import difflib
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +14,9 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_utils
 
-from mt_lightning.commands.plan.sizes import size_config
+from mt_lightning.commands.plan.sizes import SHAPES, size_config
 from mt_lightning.commands.settings import CONFIG_NAME, VERSION_BASE, settings_directory
 from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.skeleton import build_skeleton
@@ -72,19 +76,49 @@ def _work(model: Model, training: Training, chunk_bytes: int) -> ModelWork:
         return language(input_ids=ids, labels=ids, use_cache=False)
 
     try:
-        return count_work(
-            model.root,
-            model.units,
-            run,
-            autocast=training.precision == "bf16-mixed",
-            halves=training.keeps_masters,
-            head=language.get_output_embeddings(),
-            chunk_bytes=chunk_bytes,
-        )
+        with _whole_sequences(), _quiet():
+            return count_work(
+                model.root,
+                model.units,
+                run,
+                autocast=training.precision == "bf16-mixed",
+                halves=training.keeps_masters,
+                head=language.get_output_embeddings(),
+                chunk_bytes=chunk_bytes,
+            )
     except Exception as error:  # models are of many kinds, and so is what they raise
         said = str(error).partition("\n")[0][:120]
         reason = f"it does not run without memory ({type(error).__name__}: {said})"
         return estimate_work(model.units, training.tokens, reason)
+
+
+@contextlib.contextmanager
+def _whole_sequences() -> Iterator[None]:
+    """Let transformers know what it cannot see without values: no row holds several sequences.
+
+    Else it makes a mask as long as the sequence squared, which a run does without.
+    """
+    find = getattr(masking_utils, "find_packed_sequence_indices", None)
+    if find is None:
+        yield
+        return
+    masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep torch from logging what is caught and said in one line."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _language_model(root: nn.Module) -> PreTrainedModel | None:
@@ -105,7 +139,8 @@ def _hub_config(name: str) -> PreTrainedConfig:
 
 def _from_config(config: PreTrainedConfig) -> nn.Module:
     text = config.get_text_config()
-    layers = text.to_dict().get("num_hidden_layers", text.to_dict().get("num_layers"))
+    # Each config maps that name to its own; one with an encoder may have layers there only.
+    layers = getattr(text, "num_hidden_layers", None) or getattr(config, "num_hidden_layers", None)
     if not isinstance(layers, int) or layers < 1:
         raise ConfigError(
             f"the config of this {config.model_type or 'model'} has no layers "
@@ -134,9 +169,12 @@ def _hydra_model(name: str) -> nn.Module:
     folder = settings_directory()
     names = sorted(path.stem for path in (folder / "model").glob("*.yaml"))
     if name not in names:
+        near = difflib.get_close_matches(name, [*names, *SHAPES], n=1, cutoff=0.7)
+        meant = f" Did you mean {near[0]}?" if near else ""
         raise ConfigError(
-            f"model={name!r} is not known. Give a size such as 100B or 30B-A3B, a folder with a "
-            f"Hugging Face config.json, or one of {', '.join(names)}."
+            f"model={name!r} is not known.{meant} Sizes end in M, B or T. Give a size such as 100B "
+            "or 30B-A3B, a folder with a Hugging Face config.json, or one of "
+            f"{', '.join(names)}."
         )
     with initialize_config_dir(str(folder), version_base=VERSION_BASE):
         settings = compose(CONFIG_NAME, overrides=[f"model={name}"])

@@ -12,8 +12,27 @@ from mt_lightning.planning.planner import Answer, answer
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork
 
+try:
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ConfigError("--plot needs matplotlib: pip install 'mt-lightning[examples]'.") from error
+
 _SIZES = ("1B", "3B", "8B", "14B", "32B", "70B", "100B")
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+
+
+def check_plot(path: Path) -> None:
+    """Say before anything is planned that it cannot be drawn.
+
+    Raises:
+        ConfigError: matplotlib knows no format of that ending.
+    """
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in Figure().canvas.get_supported_filetypes():
+        raise ConfigError(
+            f"--plot {path}: {ending or 'no ending'!r} is no format that can be drawn. Give a name "
+            "ending in .png or .svg."
+        )
 
 
 def plot(path: Path, training: Training, machine: Machine, found: Answer) -> None:
@@ -26,15 +45,8 @@ def plot(path: Path, training: Training, machine: Machine, found: Answer) -> Non
         found: The answer for the model that was asked for.
 
     Raises:
-        ConfigError: matplotlib is not installed, or the ending is unknown.
         StorageError: The file cannot be written.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(
-            "--plot needs matplotlib: pip install 'mt-lightning[examples]'."
-        ) from error
     figure = Figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_memory(left, training, machine)
@@ -45,8 +57,6 @@ def plot(path: Path, training: Training, machine: Machine, found: Answer) -> Non
     right.set_title(f"{found.model.name} on {machine.name}")
     try:
         figure.savefig(path)
-    except ValueError as error:
-        raise ConfigError(f"--plot {path}: {error}. Give a name ending in .png or .svg.") from error
     except OSError as error:
         raise StorageError(error.errno, f"cannot write the plot: {error.strerror}", path) from error
 

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 from mt_lightning.errors import ConfigError
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])(?:-A(\d+(?:\.\d+)?)B)?", re.IGNORECASE)
+_MIXTURE = re.compile(r"\d+x\d+(?:\.\d+)?[MBT]", re.IGNORECASE)
 _UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 _KNOWN: dict[str, dict[str, int]] = {
     "8B": {"hidden": 4096, "inner": 14336, "layers": 32, "heads": 32, "vocab": 128256},
@@ -26,6 +27,8 @@ _EXPERTS: dict[str, dict[str, int]] = {
     "1T-A32B": dict(zip(_NAMES, (7168, 2048, 61, 64, 384, 8), strict=True)),
 }
 """Shapes of Qwen3-30B-A3B, and of two more with as many experts as gpt-oss-120b and Kimi K2."""
+SHAPES = (*_KNOWN, *_EXPERTS)
+"""Sizes whose shapes are those of known models."""
 _SMOLLM2 = {"hidden": 576, "inner": 1536, "layers": 30, "heads": 9, "vocab": 49152}
 """SmolLM2-135M, whose package holds weights and no config; its head is its embedding."""
 _HEAD_WIDTH = 128
@@ -45,12 +48,12 @@ def size_config(text: str) -> PreTrainedConfig | None:
         config.num_key_value_heads = 3
         return config
     match = _SIZE.fullmatch(text)
-    if match is None:
+    if match is None and _MIXTURE.fullmatch(text) is None:
         return None
     key = text.upper()
     if key in _EXPERTS:
         return _experts(**_EXPERTS[key])
-    if match[3] is not None:
+    if match is None or match[3] is not None:
         raise ConfigError(
             f"model={text!r}: of models with experts, shapes are known of "
             f"{', '.join(_EXPERTS)}. Give one of these, or a config.json."

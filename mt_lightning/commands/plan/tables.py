@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,6 +235,11 @@ def _notes(found: Answer) -> Iterator[str]:
             f"Times on {machine.name} are modelled from data sheets; no run on an accelerator was "
             "measured yet."
         )
+    else:
+        yield (
+            f"Rates of this machine: {machine.device.source}, its processors and drives. After a "
+            "change of either: megatrain bench machine."
+        )
     if found.work is not None and found.work.reason:
         yield f"Computing was estimated from the number of parameters: {found.work.reason}."
     if found.plan is not None and found.plan.order == "undecided":
@@ -296,6 +302,15 @@ def as_data(
     if items:
         data["footprint"] = [vars(item) for item in items]
     return data
+
+
+def finite(data: Any) -> Any:
+    """Return JSON data with null where a number is infinite: JSON has no word for that."""
+    if isinstance(data, dict):
+        return {name: finite(value) for name, value in data.items()}
+    if isinstance(data, (list, tuple)):
+        return [finite(value) for value in data]
+    return None if isinstance(data, float) and not math.isfinite(data) else data
 
 
 def _short(one: Answer) -> dict[str, Any]:

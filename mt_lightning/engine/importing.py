@@ -26,14 +26,21 @@ log = logging.getLogger(__name__)
 
 
 def file_sizes(table: PageTable, plan: Plan) -> dict[str, int]:
-    """Return every file of a run and its length."""
+    """Return every file of a run and its length, in the order in which they are made.
+
+    Several drives are filled in turn. What one step reads, or writes, comes one after the other, so
+    that it is spread over all of them: slots of one page side by side would give all of the slots
+    that a step writes to the same drives.
+    """
     sizes: dict[str, int] = {}
+    for slot in (0, 1):
+        for page in table:
+            if slot == 0 or page.layout.optimizer is not None:
+                sizes[f"{page.weight.key}.{slot}"] = page.weight.nbytes
+        for page in table:
+            if page.state.nbytes:
+                sizes[f"{page.state.key}.{slot}"] = page.state.nbytes
     for page in table:
-        trained = page.layout.optimizer is not None
-        for slot in (0, 1) if trained else (0,):
-            sizes[f"{page.weight.key}.{slot}"] = page.weight.nbytes
-        for slot in (0, 1) if page.state.nbytes else ():
-            sizes[f"{page.state.key}.{slot}"] = page.state.nbytes
         if page.index in plan.spilled:
             sizes[f"{page.layout.key}.grad.0"] = page.layout.nbytes
     return sizes

@@ -67,13 +67,9 @@ def costs_of(found: Answer, prices: Prices) -> Costs:
     ratings = [drive.endurance_bytes for drive in drives]
     life = None
     if written and ratings and all(rating is not None for rating in ratings):
-        # Pages are shared out by speed: the drive that is worn first ends the run.
-        speeds = [1 / drive.seconds(time.read_bytes, time.written_bytes or 1.0) for drive in drives]
-        life = min(
-            rating / (written * speed / sum(speeds))
-            for rating, speed in zip(ratings, speeds, strict=True)
-            if rating is not None
-        )
+        # The drive that is worn first ends the run.
+        shares = zip(ratings, found.machine.drive_shares, strict=True)
+        life = min(rating / (written * share) for rating, share in shares if rating is not None)
     if prices.tokens is None:
         return Costs(written_per_step=written, steps_per_drive_life=life)
     steps = prices.tokens / time.tokens

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from mt_lightning.engine.ahead import read_ahead
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.importing import file_sizes
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.pager.budget import Budget
@@ -34,11 +35,10 @@ from mt_lightning.planning.virtual import (
     VirtualArena,
     VirtualClock,
     VirtualExecutor,
-    VirtualIO,
     VirtualLink,
-    VirtualStore,
     VirtualTicket,
 )
+from mt_lightning.planning.virtual_drives import VirtualIO, VirtualStore
 from mt_lightning.planning.virtual_units import VirtualUnits
 from mt_lightning.planning.virtual_updates import MOST_PIECES, VirtualUpdates
 from mt_lightning.tiers.ledger import Ledger
@@ -53,8 +53,7 @@ class Simulated:
         step_s: Seconds.
         busy_s: Seconds that each part of the machine worked in a step.
         stall_s: Seconds that computing waited, by what for: "read", "update", "memory".
-        read_bytes: Read from the drives.
-        written_bytes: Written to them.
+        drive_bytes: Read from each drive, and written to it.
         ram_peak_bytes: Most that was reserved.
         spans: Part, name, begin and end of all that was done, where asked for.
     """
@@ -62,10 +61,19 @@ class Simulated:
     step_s: float
     busy_s: dict[str, float]
     stall_s: dict[str, float]
-    read_bytes: float
-    written_bytes: float
+    drive_bytes: tuple[tuple[float, float], ...]
     ram_peak_bytes: int
     spans: list[tuple[str, str, float, float]] = field(default_factory=list)
+
+    @property
+    def read_bytes(self) -> float:
+        """Read from all drives."""
+        return sum(read for read, _ in self.drive_bytes)
+
+    @property
+    def written_bytes(self) -> float:
+        """Written to all drives."""
+        return sum(written for _, written in self.drive_bytes)
 
     @property
     def compute_share(self) -> float:
@@ -99,13 +107,13 @@ def simulate(
         run.step()
     after = run.mark()
     delta = {name: (after[name] - before.get(name, 0.0)) / num_steps for name in after}
+    moved = [delta.pop(f"{way}_bytes_{drive}") for drive, way in run.lanes]
     stalls = {name: delta.pop(f"stall_{name}_s") for name in ("read", "update", "memory")}
     return Simulated(
         delta.pop("now"),
-        {name: value for name, value in delta.items() if not name.endswith("_bytes")},
+        delta,
         stalls,
-        delta["read_bytes"],
-        delta["written_bytes"],
+        tuple(zip(moved[::2], moved[1::2], strict=True)),
         run.budget.peak_bytes,
         run.clock.spans,
     )
@@ -125,12 +133,15 @@ class _Run:
         self.overlaps = overlaps
         self.clock = VirtualClock()
         largest = max((page.layout.nbytes for page in self.build.table), default=1)
-        self.io = VirtualIO(self.clock, self.machine, max(BLOCK_BYTES, largest // MOST_PIECES))
+        self.store = VirtualStore(self.machine)
+        self._place_files()
+        block_bytes = max(BLOCK_BYTES, largest // MOST_PIECES)
+        self.io = VirtualIO(self.clock, self.machine, self.store, block_bytes)
         self.budget, self.stats = Budget(self.plan.ram_limit_bytes), Stats()
         executor = VirtualExecutor(self.clock)
         self.worker = UpdateWorker(Watch(), Ledger(self.clock), executor)
         self.pool = WeightPool(
-            cast("Any", VirtualArena()), self.budget, cast("Any", VirtualStore()),
+            cast("Any", VirtualArena()), self.budget, cast("Any", self.store),
             cast("Any", self.io), self.stats,
         )  # fmt: skip
         self.ahead = ReadAhead(
@@ -188,6 +199,16 @@ class _Run:
         for index in self.build.resident:
             self.pool.pin(self.build.table[index]).wait()
 
+    def _place_files(self) -> None:
+        """Give files their places in the order that a run makes them in."""
+        for name, nbytes in file_sizes(self.build.table, self.plan).items():
+            self.store.create(name, nbytes)
+
+    @property
+    def lanes(self) -> list[tuple[int, str]]:
+        """Each drive in each direction."""
+        return [(n, way) for n in range(len(self.machine.drives)) for way in (READ, WRITE)]
+
     def _staying(self, room: int) -> set[int]:
         """Return the units whose weights stay on the device: those that backward needs first."""
         staying = set()
@@ -203,8 +224,7 @@ class _Run:
         return {
             "now": self.clock.now,
             **self.clock.busy_s,
-            "read_bytes": self.io.bytes[READ],
-            "written_bytes": self.io.bytes[WRITE],
+            **{f"{way}_bytes_{drive}": self.io.bytes[drive, way] for drive, way in self.lanes},
             "stall_read_s": self.stalls["read"],
             "stall_update_s": self.stalls["update"],
             "stall_memory_s": self.stalls["memory"],
@@ -237,6 +257,9 @@ class _Run:
                 if page.layout.optimizer is None:
                     self.due.pop(page.index, None)
         self.worker.drain_commits()
+        with self._stalling("update"):
+            for index in self.build.resident:
+                self.updates.update_now(self.build.table[index])
         if waits:
             self.begun = True
         else:

@@ -171,9 +171,12 @@ def time_of_step(
             COMPUTE: forward_s,
             UP: first_up_s if first else up_s,
             DOWN: crossing / device.down_bytes_per_s,
-            DRIVES: drives(
-                swept + updates * (update_read + plan.spilled_bytes),
-                spilled_inputs + updates * update_written,
+            DRIVES: max(
+                updates * one_by_one_s,
+                drives(
+                    swept + updates * (update_read + plan.spilled_bytes),
+                    spilled_inputs + updates * update_written,
+                ),
             ),
             UPDATE: updates * update_s,
         }
@@ -185,26 +188,34 @@ def time_of_step(
             COMPUTE: backward_s,
             UP: up_s + crossing / device.up_bytes_per_s,
             DOWN: down / device.down_bytes_per_s,
-            DRIVES: drives(
-                swept
-                + spilled_inputs
-                + (plan.spilled_bytes if (updates or again) and spill else 0)
-                + updates * update_read,
-                spilling + updates * update_written,
+            DRIVES: max(
+                updates * one_by_one_s,
+                drives(
+                    swept
+                    + spilled_inputs
+                    + (plan.spilled_bytes if (updates or again) and spill else 0)
+                    + updates * update_read,
+                    spilling + updates * update_written,
+                ),
             ),
             UPDATE: updates * update_s,
         }
         return Phase(name, times, busy, first_s if updates else 0.0)
 
     updated = [page for page in build.table if page.layout.optimizer is not None]
+    weights_written = 0 if plan.keeps_weights else sum(page.layout.nbytes for page in updated)
+    state_bytes = sum(page.state.nbytes for page in updated) or 1
+    moved = update_read / state_bytes, max(0.0, update_written - weights_written) / state_bytes
+    per_page = {
+        page.index: page_seconds(page, *moved, not plan.keeps_weights, training, machine)
+        for page in updated
+    }
     update_s = sum(update_seconds(page, training, machine) for page in updated)
-    first = [page for page in updated if build.units and page.index in build.units[0].pages]
-    total = sum(page.layout.nbytes + page.state.nbytes for page in updated) or 1
-    first_s = 0.0
-    for page in first:
-        share = (page.layout.nbytes + page.state.nbytes) / total
-        io_s = drives(share * update_read, share * update_written)
-        first_s += max(io_s, update_seconds(page, training, machine))
+    # One page is updated at a time: where that takes longer than stepping, drives are waited for.
+    one_by_one_s = sum(per_page.values())
+    one_by_one_s *= one_by_one_s > update_s
+    first = build.units[0].pages if build.units else ()
+    first_s = sum(per_page.get(index, 0.0) for index in first)
 
     if waits:
         phases = [forward("forward with updates", 1, updates=True, first=True)]
@@ -224,6 +235,38 @@ def time_of_step(
         micros * work.flops,
         training.tokens_per_step,
     )
+
+
+def page_seconds(
+    page: Page,
+    read_share: float,
+    written_share: float,
+    writes_weights: bool,
+    training: Training,
+    machine: Machine,
+) -> float:
+    """Return how long the worker is at one page; the next one waits for the last byte of it.
+
+    A file lies whole on one drive, so a page does not move faster than that, however many there
+    are. Weights whose state is packed go to disk when all of them are updated, others behind.
+
+    Args:
+        page: The page.
+        read_share: Of its state, what is read.
+        written_share: Of its state, what is written.
+        writes_weights: Whether its weights are written too.
+        training: The settings.
+        machine: The rates.
+    """
+    stepped = update_seconds(page, training, machine)
+    read, written = read_share * page.state.nbytes, written_share * page.state.nbytes
+    weights = page.layout.nbytes * writes_weights
+    packed = bool(page.state_layout.formats) or not page.state_layout.sliced
+    if packed:
+        return max(stepped, machine.file_seconds(read, written)) + machine.file_seconds(0, weights)
+    if len(machine.drives) == 1:
+        return max(stepped, machine.file_seconds(read, written + weights))
+    return max(stepped, machine.file_seconds(read, written), machine.file_seconds(0, weights))
 
 
 def fresh_seconds(nbytes: float, plan: Plan, machine: Machine) -> float:

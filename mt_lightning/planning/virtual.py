@@ -1,4 +1,4 @@
-"""A machine in virtual time: drives, link and worker that take the time they would, and do nothing.
+"""A machine in virtual time: its clock, link and worker take the time they would, and do nothing.
 
 [Note: who waits] The thread that trains and the update worker are greenlets. Whoever would block
 lets the clock run until what it waits for is done; meanwhile the others go on. So the code that
@@ -10,14 +10,11 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
 from greenlet import greenlet
-
-from mt_lightning.pages.sizes import BLOCK_BYTES
-from mt_lightning.planning.machines import Machine
 
 READ, WRITE, UP, DOWN = "read", "write", "link up", "link down"
 
@@ -92,7 +89,7 @@ class VirtualClock:
 class VirtualTicket:
     """The receipt of a transfer; has what a `Ticket` has."""
 
-    def __init__(self, clock: VirtualClock, channel: str, nbytes: float, name: str) -> None:
+    def __init__(self, clock: VirtualClock, channel: Any, nbytes: float, name: str) -> None:
         self.sums: list[int] = []
         self.channel, self.name = channel, name
         self.left_bytes = self.unfinished_bytes = nbytes
@@ -106,79 +103,6 @@ class VirtualTicket:
         """Wait for its end."""
         self._clock.wait_until(self.done)
         return self
-
-
-class VirtualIO:
-    """Threads of each direction before drives of given rates, as those of `IOQueue` are.
-
-    Args:
-        clock: The clock.
-        machine: Its drives.
-        block_bytes: What a thread moves at a time.
-        num_threads: Threads of each direction on each drive.
-    """
-
-    def __init__(
-        self, clock: VirtualClock, machine: Machine, block_bytes: float, num_threads: int = 4
-    ) -> None:
-        self._clock, self._machine, self._block = clock, machine, block_bytes
-        self._queues: dict[str, deque[VirtualTicket]] = {READ: deque(), WRITE: deque()}
-        self._idle = dict.fromkeys(self._queues, num_threads * max(1, len(machine.drives)))
-        self._free_at = {READ: 0.0, WRITE: 0.0}
-        self._latency_s = max((drive.latency_s for drive in machine.drives), default=0.0)
-        self._shared = any(drive.mixed_bytes_per_s is None for drive in machine.drives)
-        self.bytes = {READ: 0.0, WRITE: 0.0}
-
-    def read(self, name: str, pieces: Sequence[Any], sums: Any = None) -> VirtualTicket:
-        """Ask for bytes."""
-        return self.move(READ, sum(memory.nbytes for _, memory in pieces), name)
-
-    def write(self, name: str, pieces: Sequence[Any]) -> VirtualTicket:
-        """Ask to write bytes."""
-        return self.move(WRITE, sum(memory.nbytes for _, memory in pieces), name)
-
-    def move(self, channel: str, nbytes: float, name: str) -> VirtualTicket:
-        """Ask for a transfer."""
-        ticket = VirtualTicket(self._clock, channel, nbytes, name)
-        self.bytes[channel] += nbytes
-        if nbytes:
-            self._queues[channel].append(ticket)
-            self._begin(channel)
-        return ticket
-
-    def hurry(self, ticket: VirtualTicket) -> None:
-        """Let a request go before all others that have not begun."""
-        queue = self._queues[ticket.channel]
-        if ticket.left_bytes > 0 and queue[0] is not ticket:
-            queue.remove(ticket)
-            queue.appendleft(ticket)
-
-    def _begin(self, channel: str) -> None:
-        clock, queue = self._clock, self._queues[channel]
-        while self._idle[channel] and queue:
-            ticket = queue[0]
-            nbytes = min(self._block, ticket.left_bytes)
-            ticket.left_bytes -= nbytes
-            if ticket.left_bytes <= 0:
-                queue.popleft()
-            self._idle[channel] -= 1
-            begin = max(clock.now, self._free_at[channel])
-            end = begin + self._seconds(channel, nbytes)
-            self._free_at[channel] = end
-            if self._shared:
-                self._free_at = dict.fromkeys(self._free_at, end)
-            clock.note(channel, ticket.name, begin, end)
-            done = end + self._latency_s * nbytes / BLOCK_BYTES
-            clock.at(done, lambda t=ticket, n=nbytes: self._end(t, n))
-
-    def _seconds(self, channel: str, nbytes: float) -> float:
-        one = (nbytes, 0.0) if channel == READ else (0.0, nbytes)
-        return self._machine.disk_seconds(*one)
-
-    def _end(self, ticket: VirtualTicket, nbytes: float) -> None:
-        ticket.unfinished_bytes -= nbytes
-        self._idle[ticket.channel] += 1
-        self._begin(ticket.channel)
 
 
 class VirtualLink:
@@ -287,10 +211,3 @@ class VirtualArena:
     def trim(self, nbytes: int | None = None) -> int:
         """Return what was given back to the system: nothing."""
         return 0
-
-
-class VirtualStore:
-    """Files that exist by name only."""
-
-    def prepare_write(self, name: str, nbytes: int, *, keep: bool = False) -> None:
-        """Make a slot ready."""

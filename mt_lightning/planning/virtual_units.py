@@ -17,7 +17,14 @@ from mt_lightning.pager.pool import WeightPool
 from mt_lightning.planning.machines import Machine
 from mt_lightning.planning.timing import COMPUTE, fresh_seconds, summed_seconds
 from mt_lightning.planning.training import Training
-from mt_lightning.planning.virtual import READ, WRITE, VirtualClock, VirtualIO, VirtualLink
+from mt_lightning.planning.virtual import (
+    READ,
+    WRITE,
+    VirtualClock,
+    VirtualLink,
+    VirtualTicket,
+)
+from mt_lightning.planning.virtual_drives import VirtualIO
 from mt_lightning.planning.work import ModelWork
 
 
@@ -86,7 +93,7 @@ class VirtualUnits:
         if not self._machine.on_host and nbytes:
             self._down.move(nbytes, "inputs")
         if index in self._spilled_inputs:
-            self._io.move(WRITE, nbytes, "inputs")
+            self._move_inputs(WRITE, index)
         elif nbytes:
             held.append(self._pool.reserve(nbytes, "inputs", "the inputs of units"))
         if index in self._kept and self._machine.on_host and work.saved_bytes:
@@ -104,7 +111,8 @@ class VirtualUnits:
         device, dtype = self._machine.device, self._training.dtype
         nbytes = self._times * work.input_bytes
         if index in self._spilled_inputs:
-            self._io.move(READ, nbytes, "inputs").wait()
+            for ticket in self._move_inputs(READ, index):
+                ticket.wait()
         if not self._machine.on_host and nbytes:
             self._up.move(nbytes, "inputs")
         seconds = work.seconds(device, dtype, backward=True)
@@ -115,6 +123,14 @@ class VirtualUnits:
         beside += summed_seconds((self._times - (not adds)) * grads, self._machine)
         total = self._times * (seconds + self._machine.unit_s)
         self.spend(f"backward of {unit.name}", total + beside)
+
+    def _move_inputs(self, channel: str, index: int) -> list[VirtualTicket]:
+        """Move what a unit receives; each micro-batch has a file of its own, on any drive."""
+        name, nbytes = self._build.units[index].name, self._work.units[index].input_bytes
+        return [
+            self._io.move(channel, nbytes, f"inputs of {name}, {micro}")
+            for micro in range(self._times)
+        ]
 
     def outside(self, *, backward: bool) -> None:
         """Play what is computed outside of units."""

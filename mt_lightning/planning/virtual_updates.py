@@ -19,9 +19,9 @@ from mt_lightning.planning.virtual import (
     WRITE,
     VirtualClock,
     VirtualFrame,
-    VirtualIO,
     VirtualTicket,
 )
+from mt_lightning.planning.virtual_drives import VirtualIO
 
 _CODED_SHARE = 27 / 32
 _SUM_MOVES, _SPILL_MOVES, _CLIP_MOVES = 3, 5, 2
@@ -94,7 +94,7 @@ class VirtualUpdates:
         frame = self._ring.acquire(wait=False)
         if frame is not None:
             self._coming = None
-            read = self._io.move(READ, self._pieces(page)[0][0], page.state.key)
+            read = self._io.move(READ, self._pieces(page)[0][0], page.state.file)
             self._preloaded = page, frame, read
 
     def _take_preloaded(self, page: Page) -> tuple[Any, VirtualTicket] | None:
@@ -121,6 +121,23 @@ class VirtualUpdates:
         entry = self._pool.pin(page)
         self._submit(page, lambda: self._run_update(page, entry), entry)
 
+    def update_now(self, page: Page) -> None:
+        """As `Steps` with a page that always stays: by the thread that trains."""
+        if page.layout.optimizer is None:
+            return
+        seconds = update_seconds(page, self._training, self._machine)
+        self._clock.spend(UPDATE, f"update of {page.layout.key}", seconds)
+        moved = [(page.state, 0 if self._lazy else page.state.nbytes)]
+        moved.append((page.weight, 0 if self._plan.keeps_weights else page.weight.nbytes))
+        written = []
+        for plane, nbytes in moved:
+            slot = plane.next_slot
+            written.append(self._io.move(WRITE, nbytes, f"{plane.key}.{slot}"))
+            plane.advance(slot, [[]])
+            plane.commit()
+        for ticket in written:
+            ticket.wait()
+
     def spill(self, page: Page) -> None:
         """Submit the way of a page's gradient to disk."""
         again = page.index in self._on_disk
@@ -133,7 +150,7 @@ class VirtualUpdates:
             part = page.layout.nbytes / len(pieces)
             for channel in (READ, WRITE) if again else (WRITE,):
                 for _ in pieces:
-                    self._io.move(channel, part, "gradients").wait()
+                    self._io.move(channel, part, _spilled(page)).wait()
             moves = _SUM_MOVES * again + _SPILL_MOVES
             self._clock.spend(UPDATE, "spill", moves * self._ram_seconds(page))
 
@@ -161,7 +178,11 @@ class VirtualUpdates:
     def _run_update(self, page: Page, entry: PoolEntry) -> None:
         """As `Updater.update`: the next chunk is read while this one is stepped."""
         entry.wait()
-        pieces = self._pieces(page)
+        pieces, slot = self._pieces(page), page.state.next_slot
+        weights = f"{page.weight.key}.{page.weight.next_slot}"
+        # As `Updater`: weights are written behind the steps where chunks are ranges of them.
+        in_order = page.state_layout.sliced and not page.state_layout.formats
+        current = f"{page.state.key}.{page.state.slot or 0}"
         reads = [read for read, _ in pieces] if page.index in self._stepped else [0.0] * len(pieces)
         staged = page.layout.nbytes / len(pieces) if page.index in self._on_disk else 0.0
         self._on_disk.discard(page.index)
@@ -172,33 +193,37 @@ class VirtualUpdates:
         ahead = self._take_preloaded(page)
         written = []
         for number, (_, write) in enumerate(pieces):
-            frame, ticket = ahead or self._load(reads[number], wait=True)
-            ahead = None
+            if ahead is None:
+                ahead = self._ring.acquire(wait=True), self._io.move(READ, reads[number], current)
+            (frame, ticket), ahead = ahead, None
             if number + 1 < len(pieces):
                 frame_ahead = self._ring.acquire(wait=False)
                 if frame_ahead is not None:
-                    ahead = frame_ahead, self._io.move(READ, reads[number + 1], page.state.key)
+                    ahead = frame_ahead, self._io.move(READ, reads[number + 1], current)
             ticket.wait()
             if staged:  # there is one frame for spilled gradients: they are read when needed
-                self._io.move(READ, staged, "gradients").wait()
+                self._io.move(READ, staged, _spilled(page)).wait()
             self._clock.spend(UPDATE, f"update of {page.layout.key}", seconds)
-            written.append(self._io.move(WRITE, write, page.state.key))
-            self._ring.release(frame, cast("Any", written[-1]))
-            if not self._plan.keeps_weights:
+            written.append(self._io.move(WRITE, write, f"{page.state.key}.{slot}"))
+            self._ring.release(cast("Any", frame), cast("Any", written[-1]))
+            if not self._plan.keeps_weights and in_order:
                 part = page.layout.nbytes / len(pieces)
-                written.append(self._io.move(WRITE, part, page.weight.key))
+                written.append(self._io.move(WRITE, part, weights))
         self._preload()
+        if not self._plan.keeps_weights and not in_order:
+            written.append(self._io.move(WRITE, page.layout.nbytes, weights))
+        page.state.advance(slot, [[]])
+        page.state.commit()
         if self._plan.keeps_weights:
             entry.dirty = True
+        else:
+            page.weight.advance(page.weight.next_slot, [[]])
+            page.weight.commit()
         for ticket in written:
             ticket.wait()
 
     def _ram_seconds(self, page: Page) -> float:
         return page.layout.grad_bytes / self._machine.ram_bytes_per_s
-
-    def _load(self, nbytes: float, *, wait: bool) -> tuple[Any, VirtualTicket]:
-        frame = self._ring.acquire(wait=wait)
-        return frame, self._io.move(READ, nbytes, "state")
 
     def _pieces(self, page: Page) -> list[tuple[float, float]]:
         """Return the bytes of state read and written for each run of chunks."""
@@ -214,3 +239,8 @@ class VirtualUpdates:
                 written += share * chunk.nbytes * (not (cached and self._lazy))
             pieces.append((read, written))
         return pieces or [(0.0, 0.0)]
+
+
+def _spilled(page: Page) -> str:
+    """Return the file of a page's gradient, as `Spiller` names it."""
+    return f"{page.layout.key}.grad.0"

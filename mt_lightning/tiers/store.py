@@ -18,6 +18,7 @@ from mt_lightning.tiers.header import HEADER_BYTES
 from mt_lightning.tiers.mapping import LiveViews, PrivateMapping
 from mt_lightning.tiers.origins import forget, remember
 from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error, write_whole
+from mt_lightning.tiers.placing import least_full
 from mt_lightning.tiers.unsynced import Unsynced
 
 _MAX_OPEN_FILES = 128
@@ -379,12 +380,8 @@ class FileStore(Store):
 
     def _choose(self, nbytes: int) -> Path:
         """Return the directory that is least full of our bytes once these are added."""
-
-        def fullness(directory: Path) -> tuple[bool, float]:
-            assigned, free = self._assigned_bytes[directory], free_bytes(directory)
-            return nbytes + HEADER_BYTES > free, (assigned + nbytes) / (assigned + free + 1)
-
-        return min(self.directories, key=fullness)
+        free = {directory: free_bytes(directory) for directory in self.directories}
+        return least_full(HEADER_BYTES + nbytes, self._assigned_bytes, free)
 
     def _open(self, name: str) -> OpenFile:
         return self._page_files.open(self.path_of(name))

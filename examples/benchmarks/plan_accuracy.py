@@ -35,6 +35,7 @@ from mt_lightning.engine.options import Options
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.planning.machines import GIB, Device, Drive, Machine
 from mt_lightning.planning.planner import Answer, answer
+from mt_lightning.planning.process import process_peak
 from mt_lightning.planning.simulation import simulate
 from mt_lightning.planning.tiers import Model
 from mt_lightning.planning.timed import timed
@@ -42,6 +43,7 @@ from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.doubles import ThrottledStore
+from mt_lightning.tiers.heap import give_back_heap
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.store import FileStore, Store
 
@@ -137,6 +139,18 @@ def run(case: Case, directory: str) -> dict[str, float]:
 
     class Watch(pl.Callback):
         marks: list[dict[str, float]] = []
+        base_bytes = library_bytes = 0
+
+        def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            # All is imported and laid out by now; what is not the program's lies in frames.
+            held = trainer.strategy.engine.machine.arena.held_bytes
+            self.base_bytes = process_memory_bytes() - held
+
+        def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            # Nothing is under way any more: what came beside pages is what libraries keep.
+            give_back_heap()
+            held = trainer.strategy.engine.machine.arena.held_bytes
+            self.library_bytes = process_memory_bytes() - held - self.base_bytes
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             if trainer.global_step > len(self.marks):
@@ -174,7 +188,6 @@ def run(case: Case, directory: str) -> dict[str, float]:
         enable_model_summary=False,
         default_root_dir=directory,
     )
-    base = process_memory_bytes()
     sampler.start()
     trainer.fit(module, data)
     sampler.stop()
@@ -184,7 +197,8 @@ def run(case: Case, directory: str) -> dict[str, float]:
         **per_step,
         "ram_peak_bytes": strategy.engine.stats.ram_peak_bytes,
         "process_bytes": sampler.peak_bytes,
-        "base_bytes": base,
+        "base_bytes": watch.base_bytes,
+        "library_bytes": watch.library_bytes,
     }
 
 
@@ -305,6 +319,7 @@ def measure_machine(directory: str | None) -> dict[str, Any]:
         name = {False: "raw", True: "dynamic"}.get(form, form)
         took = run_apart(dataclasses.replace(case, form=form), directory)
         measured["updates"][name] = num_params / took["update_s"]
+        measured["library_bytes"] = took["library_bytes"]
         measured["unit_s"] = took["paging_s"] / (2 * len(model_of(case).units))
     return measured
 
@@ -342,11 +357,12 @@ def main() -> None:
         planned = plan(case, measured, works)
         assert planned.tiers is not None, planned.lacks
         assert planned.time is not None, planned.lacks
-        process = took["base_bytes"] + planned.tiers.ram_peak_bytes + planned.tiers.ram_beside_bytes
+        base, library = int(took["base_bytes"]), int(measured["library_bytes"])
+        process = process_peak(planned.tiers, base, library)
         played = simulate(planned)
         pairs = [
             (planned.tiers.ram_peak_bytes / GIB, took["ram_peak_bytes"] / GIB),
-            (process / GIB, took["process_bytes"] / GIB),
+            (process.most / GIB, took["process_bytes"] / GIB),
             (played.step_s, took["step_s"]),
             (played.read_bytes / 1e6, took["bytes_read"] / 1e6),
             (played.written_bytes / 1e6, took["bytes_written"] / 1e6),
@@ -363,6 +379,7 @@ def main() -> None:
         parts = {"busy_s": played.busy_s, "stall_s": played.stall_s, "run": took}
         parts["units"] = [[(w.forward_s, w.backward_s) for w in work.units] for work in works]
         rows.append({"number": number, "case": words, "pairs": pairs, "waits_for": waits, **parts})
+        rows[-1]["process_least_gib"] = process.least / GIB
         if arguments.json:
             data = {"measured": measured, "rows": rows}
             Path(arguments.json).write_text(json.dumps(data, indent=1))

@@ -18,7 +18,8 @@ from mt_lightning.pager.budget import Budget
 
 FRAMED = ("weights", "state", "input frames")
 """What reservations of these purposes stand for lies in frames of the arena, not in the heap."""
-_SHARE = 0.125
+KEPT_SHARE = 0.125
+"""Of the budget: what may be kept free beside it."""
 
 
 class KeptHeap:
@@ -69,7 +70,7 @@ class KeptHeap:
         """
         beside = self._beside(frames_bytes)
         free = max(
-            _SHARE * self._budget.limit_bytes,
+            KEPT_SHARE * self._budget.limit_bytes,
             self._budget.available_bytes,
             self._floor_bytes - self._least_bytes,
         )

@@ -22,6 +22,7 @@ from mt_lightning.planning.costs import Prices, costs_of
 from mt_lightning.planning.footprint import footprint
 from mt_lightning.planning.machines import GIB, changed, find_machine, parse_drives
 from mt_lightning.planning.planner import Answer, answer
+from mt_lightning.planning.process import process_peak
 from mt_lightning.planning.tiers import Model, lay_out, place, tiers_of
 from mt_lightning.planning.training import Training
 
@@ -176,6 +177,19 @@ def test_computing_is_counted_as_the_formula_says(hundred: Model) -> None:
     assert [w.input_bytes for w in work.units[1:]] == [rows] * (len(work.units) - 1)
 
 
+def test_long_sequences_take_no_mask_and_half_of_the_products_of_attention() -> None:
+    model = find_model("1M")
+    config = model.root.config
+    short, long = (worker_for(model)(Training(sequence_length=n)) for n in (1024, 16384))
+    for one, other in zip(short.units, long.units, strict=True):
+        assert other.live_bytes <= 16.1 * one.live_bytes
+    layer = next(i for i, u in enumerate(model.units) if "layers" in u.name)
+    attention = 2 * 16384**2 * config.num_attention_heads * config.head_dim
+    assert long.units[layer].flops - 16 * short.units[layer].flops == pytest.approx(
+        attention * 15 / 16, rel=0.01
+    )
+
+
 def test_experts_that_no_token_goes_to_do_not_compute() -> None:
     model = find_model("30B-A3B")
     training = Training(sequence_length=256)
@@ -247,6 +261,17 @@ def test_the_footprint_splits_what_the_tiers_hold(found: Answer) -> None:
     assert total.in_memory == sum(item.in_memory for item in items)
     params = found.model.num_params
     assert [item.in_memory for item in items[:3]] == [2 * params, 2 * params, 12 * params]
+
+
+def test_the_peak_of_the_process_lies_between_nothing_kept_and_all_that_may_be() -> None:
+    model, machine = on_meta(), find_machine("dgx-spark")
+    training = Training(sequence_length=64, options=Options(max_ram_gb=0.01))
+    tiers = answer(model, training, machine, worker_for(model, on_host=True)).tiers
+    assert tiers is not None
+    beside = tiers.ram_beside_bytes + 1000
+    peak = process_peak(tiers, 300 << 20, 1000)
+    assert peak.least == (300 << 20) + tiers.ram_peak_bytes + beside
+    assert peak.most - peak.least == max(beside, tiers.ram_limit_bytes // 8)
 
 
 def test_costs(found: Answer) -> None:

@@ -110,9 +110,11 @@ class VirtualUnits:
         work, unit = self._work.units[index], self._build.units[index]
         device, dtype = self._machine.device, self._training.dtype
         nbytes = self._times * work.input_bytes
+        reads = []
         if index in self._spilled_inputs:
-            for ticket in self._move_inputs(READ, index):
-                ticket.wait()
+            # Those of further micro-batches are read while the first ones compute.
+            reads = self._move_inputs(READ, index)
+            reads[0].wait()
         if not self._machine.on_host and nbytes:
             self._up.move(nbytes, "inputs")
         seconds = work.seconds(device, dtype, backward=True)
@@ -123,6 +125,8 @@ class VirtualUnits:
         beside += summed_seconds((self._times - (not adds)) * grads, self._machine)
         total = self._times * (seconds + self._machine.unit_s)
         self.spend(f"backward of {unit.name}", total + beside)
+        for read in reads:
+            read.wait()
 
     def _move_inputs(self, channel: str, index: int) -> list[VirtualTicket]:
         """Move what a unit receives; each micro-batch has a file of its own, on any drive."""

@@ -66,6 +66,19 @@ def test_configs_of_many_kinds_are_planned(
     assert data["time"]["step_s"] > 0
 
 
+def test_a_played_step_says_what_each_drive_moves(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["plan", str(config), "--machine", "h100", "--sequence-length", "32"]
+    arguments += ["--drives", "2xgen4", "--max-ram-gb", "0.003", "--durability", "step"]
+    assert cli.main([*arguments, "--no-advice", "--simulate", "--json"]) == 0
+    played = json.loads(capsys.readouterr().out)["simulated"]
+    assert len(played["drive_bytes"]) == 2
+    assert played["written_bytes"] == sum(written for _, written in played["drive_bytes"]) > 0
+    assert cli.main([*arguments, "--no-advice", "--simulate"]) == 0
+    assert "drive 2" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_ends_with_1_and_a_way_out(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

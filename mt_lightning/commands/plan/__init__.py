@@ -128,7 +128,12 @@ def run_plan(options: argparse.Namespace) -> int:
     if options.json:
         data = as_data(found, best, costs, items)
         if played is not None:
-            data["simulated"] = {**vars(played), "compute_share": played.compute_share}
+            data["simulated"] = {
+                **vars(played),
+                "compute_share": played.compute_share,
+                "read_bytes": played.read_bytes,
+                "written_bytes": played.written_bytes,
+            }
         data = finite({**data, "machine_rates": machine_data(machine)})
         print(json.dumps(data, indent=2, allow_nan=False))
     else:

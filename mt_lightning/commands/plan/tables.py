@@ -19,6 +19,9 @@ from mt_lightning.planning.planner import Answer
 from mt_lightning.planning.simulation import Simulated
 from mt_lightning.planning.training import Training
 
+_MOST_DRIVES = 8
+"""Shown one by one."""
+
 
 def size(nbytes: float) -> str:
     """Return bytes for people."""
@@ -210,6 +213,10 @@ def played_table(played: Simulated) -> Table:
         name = f"computing waits for {'a read' if what == 'read' else what}"
         table.add_row(name, f"{max(0.0, seconds):,.3g}", f"{seconds / played.step_s:.0%}")
     table.add_row("read, written", f"{size(played.read_bytes)}, {size(played.written_bytes)}")
+    for number, moved in enumerate(
+        played.drive_bytes[: _MOST_DRIVES * (len(played.drive_bytes) > 1)]
+    ):
+        table.add_row(f"  drive {number + 1}", ", ".join(map(size, moved)))
     table.add_row("peak of what max_ram_gb counts", size(played.ram_peak_bytes))
     return table
 

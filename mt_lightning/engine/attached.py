@@ -70,9 +70,8 @@ class Attached:
         self.window: Window | ForwardWindow | None = None
         self.graphs, self.inputs = run.graphs, run.inputs
         self.device, self._on_host = machine.link.device, machine.link.unified
-        if self._on_host:  # else graphs take nothing of the memory that inputs need
-            self.graphs.beside = self._num_input_bytes
-            self.inputs.drop_graph = partial(self.graphs.drop_oldest, empty=True)
+        self.graphs.beside = self._num_input_bytes
+        self.inputs.drop_graph = partial(self.graphs.drop_oldest, empty=True)
         run.pool.relieve = self._relieve
 
     # -- forward and backward ---------------------------------------------------------------------
@@ -206,7 +205,8 @@ class Attached:
         if not self._lingering:
             given = self.run.worker.retire_oldest()
             given = given or (self._on_host and self.graphs.drop_oldest())
-            return given or self.run.steps.relieve() or self.inputs.relieve()
+            given = given or self.run.steps.relieve()
+            return given or (self._on_host and self.inputs.relieve())
         # A gradient that came before its unit's replay: the unit before it is as good as done.
         with torch.inference_mode(False), torch.no_grad():
             self._end_lingering()

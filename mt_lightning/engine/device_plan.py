@@ -32,6 +32,8 @@ class DevicePlan:
         kept_bytes: Parameters outside units, which stay there, and their gradients.
         ahead_bytes: Weights that may be on their way ahead of their use.
         graph_bytes: Room for graphs of units that are kept until backward.
+        inputs_bytes: Room for the inputs of units; what is above it goes to RAM.
+        sweep_bytes: What a pass forward and back brings of weights, where all are updated.
     """
 
     device: str
@@ -42,6 +44,8 @@ class DevicePlan:
     kept_bytes: int
     ahead_bytes: int
     graph_bytes: int
+    inputs_bytes: int
+    sweep_bytes: int
 
     @property
     def holds_all(self) -> bool:
@@ -57,6 +61,7 @@ class DevicePlan:
             ("  parameters outside units", self.kept_bytes, f"{self.device}, for good"),
             ("  on their way ahead of use", self.ahead_bytes, self.device),
             ("  room for graphs of units", self.graph_bytes, f"{self.device}, until backward"),
+            ("  room for inputs of units", self.inputs_bytes, f"{self.device}; the rest in RAM"),
         ]
 
 
@@ -106,7 +111,20 @@ def plan_device(
         # Where not all fits, graphs come after what is on its way: bringing a unit once more is
         # hidden behind compute, running it once more is not.
         graphs = max(0, room - ahead)
-    return DevicePlan(device, limit_bytes, minimum, largest, weights, kept, ahead, graphs)
+    # A pass brings what did not stay there at its turn; the last unit is there already.
+    absent = sum(max(0, weights - kept - widest - left) for left in (room, room))
+    return DevicePlan(
+        device,
+        limit_bytes,
+        minimum,
+        largest,
+        weights,
+        kept,
+        ahead,
+        graphs,
+        inputs_bytes=trains * room,  # what comes ahead of its use gives way
+        sweep_bytes=absent,
+    )
 
 
 def _weights(unit: Unit, build: Build) -> int:

@@ -1,6 +1,8 @@
-"""What follows the model to its device besides parameters: buffers, and random numbers."""
+"""What follows the model to its device besides parameters: buffers, random numbers, streams."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,3 +26,16 @@ def give_rng(device: torch.device, state: torch.Tensor | None) -> None:
     """Set the device's generator to what `take_rng` returned."""
     if state is not None:
         torch.get_device_module(device).set_rng_state(state, device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream on which this thread computes, None where the host does."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def set_stream(device: torch.device, stream: Any) -> None:
+    """Compute on a stream from now on, behind all that the thread has started until now."""
+    if device.type == "cpu" or stream == torch.accelerator.current_stream(device):
+        return
+    stream.wait_stream(torch.accelerator.current_stream(device))
+    torch.accelerator.set_stream(stream)

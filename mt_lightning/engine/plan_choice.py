@@ -43,16 +43,32 @@ def choose_plan(
         BudgetError: The budget is too small.
     """
     common = {"schedule": schedule, "micro_batches": micro_batches, **facts}
-    if link is not None and not link.unified:
-        common["copies_bytes"] = link.staging_bytes
-        plan = choose_plan(build, durability, layer_major=layer_major, **common)
-        return _with_device(plan, build, link, max_vram_gb, trains=facts["trains"])
+    if link is None or link.unified:
+        return _choose_order(build, durability, layer_major, crosses=False, **common)
+    common["copies_bytes"] = link.staging_bytes
+    on_device = plan_device(
+        build,
+        str(link.device),
+        vram_limit_bytes(max_vram_gb, link),
+        trains=facts["trains"],
+        recompute=facts["recompute"],
+    )
+    crosses = on_device.sweep_bytes > 0
+    plan = _choose_order(build, durability, layer_major, crosses=crosses, **common)
+    # Graphs hold memory of the device.
+    return dataclasses.replace(plan, on_device=on_device, graph_bytes=0)
+
+
+def _choose_order(
+    build: Build, durability: str, layer_major: Order, *, crosses: bool, **common: Any
+) -> Plan:
+    """Decide in which order batches run; `crosses` says that a pass brings weights to a device."""
     if layer_major != "auto":
         plan = _choose(build, durability, layer_major=layer_major, **common)
         reason = "layer_major=True" if layer_major else ""
         return dataclasses.replace(plan, order_reason=reason)
     usual = _choose(build, durability, layer_major=False, **common)
-    if not usual.saves:
+    if not (usual.saves or crosses):
         return dataclasses.replace(usual, order_reason="no weight is read more than once per step")
     try:
         plan = _choose(build, durability, layer_major=True, **common)
@@ -67,20 +83,6 @@ def choose_plan(
         read_bytes=read_bytes,
         written_bytes=written_bytes,
     )
-
-
-def _with_device(
-    plan: Plan, build: Build, link: Link, max_vram_gb: float | None, *, trains: bool
-) -> Plan:
-    on_device = plan_device(
-        build,
-        str(link.device),
-        vram_limit_bytes(max_vram_gb, link),
-        trains=trains,
-        recompute=plan.recompute,
-    )
-    # Graphs hold memory of the device.
-    return dataclasses.replace(plan, on_device=on_device, graph_bytes=0)
 
 
 def decide(plan: Plan, reason: str, *, layer_major: bool) -> Plan:

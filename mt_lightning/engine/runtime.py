@@ -12,9 +12,7 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.graphs.keeper import Keeper
-from mt_lightning.engine.inputs.files import InputFiles
-from mt_lightning.engine.inputs.mover import Mover
-from mt_lightning.engine.inputs.through import Through
+from mt_lightning.engine.inputs.place import place_inputs
 from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.leaving import Leaving
 from mt_lightning.engine.machine import Machine
@@ -154,22 +152,16 @@ def start(
         )
         for stream, is_inline in zip(state, (False, True), strict=True)
     )
-    files = InputFiles(
-        machine.store,
-        machine.directories,
-        plan.disk_bytes,
-        max_disk_bytes,
-        usable=bool(through) and not machine.in_memory,
-    )
-    mover = Mover(machine.io, machine.arena, files, stats)
-    inputs = InputTier(
+    inputs = place_inputs(
+        plan,
+        machine,
         pool,
         budget,
-        mover,
+        planes,
+        through,
         stats,
-        Through(pool, machine.arena, through, plan.inputs_bytes),
-        plan.inputs_bytes,
-        INPUTS_AHEAD if read_ahead is None else read_ahead,
+        max_disk_bytes=max_disk_bytes,
+        read_ahead=INPUTS_AHEAD if read_ahead is None else read_ahead,
     )
     write_back = WriteBack(
         build.table, pool, machine.store, machine.io, state, resident, active=lazy
@@ -182,7 +174,9 @@ def start(
     graphs = Keeper(plan.recompute, build, room, stats)
     if isinstance(planes, DevicePool):
         planes.next_use, planes.await_update = ahead.next_use, worker.awaiting
-        planes.give_back = lambda: leaving.settle_oldest() or graphs.drop_oldest()
+        planes.give_back = lambda: (
+            leaving.settle_oldest() or graphs.drop_oldest() or inputs.relieve()
+        )
     steps.awaits = graphs.awaits
     move_buffers(root, machine.link.device)
     return Runtime(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from mt_lightning.engine.options import Options
@@ -27,7 +26,7 @@ def choose_order(trainer: pl.Trainer, options: Options) -> Order:
         # What the units of all batches of a step save would have to fit, each time.
         log.debug("layer_major='auto': batches run in the usual order, since recompute=False.")
         return False
-    reason = _reason(trainer.lightning_module, trainer.strategy.root_device)
+    reason = _reason(trainer.lightning_module)
     if reason is None:
         return options.layer_major
     if options.layer_major is True:
@@ -36,12 +35,7 @@ def choose_order(trainer: pl.Trainer, options: Options) -> Order:
     return False
 
 
-def _reason(module: pl.LightningModule, device: torch.device) -> str | None:
-    if device.type != "cpu":
-        return (
-            f"is not available on {device}: the random numbers of its batches would have to be "
-            "told apart there. Leave it out"
-        )
+def _reason(module: pl.LightningModule) -> str | None:
     if type(module).backward is not pl.LightningModule.backward or "backward" in vars(module):
         return (
             "cannot call the module's own backward(): it differentiates all batches of a step "

@@ -53,7 +53,7 @@ class _Seen:
     def __init__(self, trainer: pl.Trainer, kwargs: OrderedDict[str, Any]) -> None:
         # The step may change its batch, and takes it before it is run again.
         self.kwargs = copy_batch(kwargs)
-        self.process = ProcessState()
+        self.process = ProcessState(trainer.strategy.root_device)
         self.view = BatchView(trainer)
         self.view.replace_batch(next(iter(self.kwargs.values())))
         self.changes: list[tuple[dict[str, Any], str, Any]] = []
@@ -189,7 +189,7 @@ class FirstWindow:
         now = self._snapshot()
         if now is None:
             return
-        process = ProcessState()
+        process = ProcessState(engine.machine.link.device)
         sent = self._make_room()
         comparison = Comparison(run, engine.machine.link, window.learned, len(self._steps))
         wrong, difference = "", ""
@@ -251,6 +251,8 @@ class FirstWindow:
         resident, sent = set(run.build.resident), []
         pages = [page for page in run.gradients.in_ram() if page.index not in resident]
         room = plan.window_bytes - sum(reservation.nbytes for reservation in self._held)
+        if plan.on_device is not None:
+            room += plan.on_device.inputs_bytes
         room -= len(self._steps) * (learned.most_bytes + 2 * learned.widest_bytes)
         if plan.schedule == "eager":
             # Windows that are updated behind backward hold no gradients; this one does.

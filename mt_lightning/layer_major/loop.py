@@ -21,11 +21,12 @@ from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResul
 from lightning.pytorch.loops.optimization.closure import AbstractClosure
 
 from mt_lightning.engine.engine import Engine
-from mt_lightning.engine.window.draws import count_draws
+from mt_lightning.engine.window.draws import count_draws, take_generators
 from mt_lightning.engine.window.grouping import best_group
 from mt_lightning.engine.window.micro import Micro
 from mt_lightning.engine.window.window import Window
 from mt_lightning.layer_major.first_window import OTHER_DRAWS, FirstWindow
+from mt_lightning.layer_major.groups import rooms_of, too_narrow
 from mt_lightning.layer_major.outputs import NotYet, OnDemand
 from mt_lightning.layer_major.verdict import Verdict, model_key
 from mt_lightning.layer_major.view import BatchView
@@ -199,9 +200,10 @@ class LayerMajor:
             if check is not None:
                 check.before_step(kwargs)
             learned.begin()
-            before = torch.get_rng_state()
+            device = self._engine.machine.link.device
+            before = take_generators(device)
             result = usual._training_step(optimization, kwargs)
-            learned.end(count_draws(before, torch.get_rng_state()))
+            learned.end(count_draws(before, take_generators(device)))
             if check is not None:
                 check.after_step(result)
             return result
@@ -312,19 +314,8 @@ class LayerMajor:
             return True
         if not self._told_room:
             self._told_room = True
-            plan = self._engine.plan
-            assert plan is not None
-            log.warning(
-                "layer_major=%r: the inputs of all units need %.1f MiB for each batch; "
-                "max_ram_gb leaves %.1f MiB for them, the disk %.1f MiB, and a pass reads %.1f MiB "
-                "of weights. Batches run in the usual order, which moves fewer bytes. Raise "
-                "max_ram_gb, or set layer_major=False.",
-                self._engine.options.layer_major,
-                input_bytes / 2**20,
-                max(0, plan.window_bytes) / 2**20,
-                self._engine.live.run.inputs.files_room_bytes / 2**20,
-                plan.sweep_bytes / 2**20,
-            )
+            option = self._engine.options.layer_major
+            log.warning("layer_major=%r: %s", option, too_narrow(self._engine, input_bytes))
         return False
 
     def _group(self, input_bytes: int | None, beside_bytes: int = 0) -> int:
@@ -334,16 +325,16 @@ class LayerMajor:
             input_bytes: None for the most that a batch has had.
             beside_bytes: What else takes room in RAM.
         """
-        plan = self._engine.plan
-        assert plan is not None
         assert self._window is not None
+        near_bytes, away_bytes, sweep_bytes = rooms_of(self._engine, beside_bytes)
+        learned = self._window.learned
         return best_group(
             self._trainer.accumulate_grad_batches,
-            input_bytes=self._window.learned.most_bytes if input_bytes is None else input_bytes,
-            widest_bytes=self._window.learned.widest_bytes,
-            ram_bytes=plan.window_bytes - beside_bytes,
-            disk_bytes=self._engine.live.run.inputs.files_room_bytes,
-            sweep_bytes=plan.sweep_bytes,
+            input_bytes=learned.most_bytes if input_bytes is None else input_bytes,
+            widest_bytes=learned.widest_bytes,
+            near_bytes=near_bytes,
+            away_bytes=away_bytes,
+            sweep_bytes=sweep_bytes,
         )
 
     def _catch_up(self) -> None:

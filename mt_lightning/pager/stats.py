@@ -30,6 +30,8 @@ class Stats:
         inputs_bytes: Bytes that units received and backward needed.
         inputs_spilled_bytes: Bytes of them written to disk; not part of `bytes_written`.
         inputs_read_bytes: Bytes of them read back; not part of `bytes_read`.
+        inputs_offloaded_bytes: Bytes of them copied from the device to RAM.
+        inputs_returned_bytes: Bytes of them copied back.
         compute_s: Time in code of the model: forward, backward, loss.
         recompute_s: Of it, units that ran again in backward.
         paging_s: Time the training thread spent on paging without waiting.
@@ -73,6 +75,8 @@ class Stats:
     inputs_bytes: int = 0
     inputs_spilled_bytes: int = 0
     inputs_read_bytes: int = 0
+    inputs_offloaded_bytes: int = 0
+    inputs_returned_bytes: int = 0
     compute_s: float = 0.0
     recompute_s: float = 0.0
     paging_s: float = 0.0

@@ -13,6 +13,7 @@ from .runs import GIB, Scaled, check, link_of, smallest_vram_gb
 PAGE_BYTES = 33 * 4096
 """Two matrices of 64 x 256, and 448 other values, in fp32; rounded up to blocks of 4096 bytes."""
 GRAD_BYTES = 4 * (2 * 64 * 256 + 448)
+INPUT_BYTES = 4 * 8 * 64
 
 
 def count_uploads(limit_bytes: int, num_steps: int) -> int:
@@ -20,14 +21,18 @@ def count_uploads(limit_bytes: int, num_steps: int) -> int:
 
     Written from the description of the policy: a page that is there is not brought again until it
     was updated; the page that is needed last goes first, which in a chain that is run to and fro is
-    the lowest one. Gradients of two units may be on their way while those of a third are made.
+    the lowest one. Gradients of two units may be on their way while those of a third are made. What
+    each unit received is there until its backward has been, counted as far as it fits beside the
+    unit that runs.
     """
     there: set[int] = set()
     leaving: deque[int] = deque()
-    num_uploads = in_use = 0
+    num_uploads = in_use = num_inputs = 0
+    most_inputs = (limit_bytes - PAGE_BYTES - GRAD_BYTES) // INPUT_BYTES
 
     def make_room(nbytes: int, bound: int | None = None) -> None:
-        while limit_bytes - len(there) * PAGE_BYTES - in_use - sum(leaving) < nbytes:
+        inputs = min(num_inputs, most_inputs) * INPUT_BYTES
+        while limit_bytes - len(there) * PAGE_BYTES - inputs - in_use - sum(leaving) < nbytes:
             idle = there - {bound}
             if idle:
                 there.remove(min(idle))
@@ -43,6 +48,7 @@ def count_uploads(limit_bytes: int, num_steps: int) -> int:
 
     for _ in range(num_steps):
         for page in range(NUM_LAYERS):
+            num_inputs += 1
             bring(page)
         for page in reversed(range(NUM_LAYERS)):
             while len(leaving) > 1:
@@ -51,6 +57,7 @@ def count_uploads(limit_bytes: int, num_steps: int) -> int:
             in_use = GRAD_BYTES
             bring(page)
             there.remove(page)  # updated behind backward
+            num_inputs -= 1
             in_use = 0
             leaving.append(GRAD_BYTES)
     return num_uploads

@@ -11,7 +11,6 @@ from torchmetrics import MeanMetric
 
 import mt_lightning as mt
 from mt_lightning.engine.on_device import give_rng, move_buffers, take_rng
-from mt_lightning.layer_major.choice import _reason
 from mt_lightning.paging.checks import device_of
 from mt_lightning.plugins.device import refuse_devices
 
@@ -50,11 +49,6 @@ def test_devices_without_streams_are_refused(kind: str) -> None:
 def test_several_devices_are_refused() -> None:
     with pytest.raises(mt.ConfigError, match="one device, not 2"):
         refuse_devices([torch.device("cuda", 0), torch.device("cuda", 1)])
-
-
-def test_interleaved_batches_stay_on_the_cpu() -> None:
-    assert _reason(Net(), torch.device("cpu")) is None
-    assert "random numbers" in str(_reason(Net(), torch.device("cuda", 0)))
 
 
 def test_a_model_computes_where_it_is_unless_asked() -> None:

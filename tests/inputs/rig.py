@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from mt_lightning.engine.executor import Executor
+from mt_lightning.engine.inputs.file_mover import FileMover
 from mt_lightning.engine.inputs.files import InputFiles
-from mt_lightning.engine.inputs.mover import Mover
 from mt_lightning.engine.inputs.through import Through
 from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.units import Unit
@@ -63,16 +63,17 @@ class Rig:
         self.budget = Budget(limit_bytes + 2 * FRAME_BYTES)
         pool = WeightPool(self.arena, self.budget, self.store, self.io, self.stats)
         self.files = InputFiles(self.store, ["."], 0, max_disk_bytes, usable=usable)
-        mover = Mover(self.io, self.arena, self.files, self.stats)
         through = [self.budget.reserve(FRAME_BYTES, "state") for _ in range(2)]
         self.frames = [self.arena.alloc(room.nbytes) for room in through]
+        room = Through(pool, self.arena, self.frames, limit_bytes)
+        mover = FileMover(self.io, self.arena, self.files, self.stats, room)
         self.graphs: Any = NoGraphs()
         self.inputs = self.tier = InputTier(
             pool,
             self.budget,
             mover,
             self.stats,
-            Through(pool, self.arena, self.frames, limit_bytes),
+            self.device,
             limit_bytes,
             read_ahead,
         )

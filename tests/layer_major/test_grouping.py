@@ -13,9 +13,9 @@ def moved(sizes: list[int], facts: dict[str, int]) -> int | None:
     """Count the bytes of a step in groups of these sizes, None where one has no room."""
     total = 0
     for size in sizes:
-        room = facts["ram_bytes"] - (2 * size * facts["widest_bytes"] if size > 1 else 0)
+        room = facts["near_bytes"] - (2 * size * facts["widest_bytes"] if size > 1 else 0)
         away = max(0, size * facts["input_bytes"] - room)
-        if size > 1 and (room < 0 or away > facts["disk_bytes"]):
+        if size > 1 and (room < 0 or away > facts["away_bytes"]):
             return None
         total += facts["sweep_bytes"] + 2 * away
     return total
@@ -29,8 +29,8 @@ def test_no_other_size_moves_fewer_bytes() -> None:
         facts = {
             "input_bytes": inputs * 8 * MIB,
             "widest_bytes": inputs * MIB,
-            "ram_bytes": ram * MIB,
-            "disk_bytes": disk * MIB,
+            "near_bytes": ram * MIB,
+            "away_bytes": disk * MIB,
             "sweep_bytes": sweep * MIB,
         }
         size = best_group(num_micros, **facts)
@@ -50,10 +50,10 @@ def test_no_other_size_moves_fewer_bytes() -> None:
 
 
 def test_what_fits_is_one_group() -> None:
-    facts = {"widest_bytes": MIB, "ram_bytes": 100 * MIB, "disk_bytes": 0, "sweep_bytes": 0}
+    facts = {"widest_bytes": MIB, "near_bytes": 100 * MIB, "away_bytes": 0, "sweep_bytes": 0}
     assert best_group(8, input_bytes=10 * MIB, **facts) == 8
     # Without room on disk, two groups; with weights that cost nothing, never the disk.
     assert best_group(12, input_bytes=10 * MIB, **facts) == 8
-    facts["disk_bytes"] = 1000 * MIB
+    facts["away_bytes"] = 1000 * MIB
     assert best_group(12, input_bytes=10 * MIB, **facts) == 8
     assert best_group(12, input_bytes=10 * MIB, **{**facts, "sweep_bytes": 1000 * MIB}) == 12

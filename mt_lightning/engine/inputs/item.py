@@ -1,4 +1,4 @@
-"""One tensor that executions of units received, and the copy of it on disk."""
+"""One tensor that executions of units received, and the copy of it elsewhere."""
 
 from __future__ import annotations
 
@@ -11,29 +11,63 @@ from mt_lightning.engine.inputs.tensors import Shape
 from mt_lightning.pager.budget import Reservation
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import Ticket
+from mt_lightning.tiers.link import DeviceFrame, Download, Upload
 
 
 @dataclass
-class Copy:
-    """What a tensor was when it was written.
+class Taken:
+    """What a tensor was when it was copied.
 
     Attributes:
-        name: The file.
-        nbytes: Its payload.
+        nbytes: Length of the copy.
         version: The tensor's version; a later one has other values.
         shape: How it lies in memory.
         base: The same of what it is a view of, None where it is not.
-        part_bytes: Length of the parts that were summed one by one.
-        parts: For each part the checksum of each block, or the ticket of its write.
     """
 
-    name: str
     nbytes: int
     version: int
     shape: Shape
     base: Shape | None
+
+
+@dataclass
+class RamCopy:
+    """A copy of a tensor of a device in host memory.
+
+    Attributes:
+        taken: What the tensor was.
+        frame: Its bytes.
+        room: What is reserved for them.
+        download: What brings them.
+    """
+
+    taken: Taken
+    frame: Frame
+    room: Reservation
+    download: Download
+
+
+@dataclass
+class Copy:
+    """A copy of a tensor in a file.
+
+    Attributes:
+        taken: What the tensor was.
+        name: The file.
+        part_bytes: Length of the parts that were summed one by one.
+        parts: For each part the checksum of each block, or the ticket of its write.
+    """
+
+    taken: Taken
+    name: str
     part_bytes: int
     parts: list[Ticket | list[int]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """Its payload."""
+        return self.taken.nbytes
 
     def pieces(self, frame: Frame) -> list[tuple[int, memoryview]]:
         """Return the parts as they lie on a frame."""
@@ -70,15 +104,16 @@ class Item:
         key: Its `id`.
         nbytes: What it counts, 0 where another tensor of the same storage counts.
         storage: Where its storage is, 0 where it has none.
-        leaves: Whether it is of a kind that can go to disk.
+        leaves: Whether it is of a kind that can go elsewhere.
         saved: How many checkpoints hold it by position.
         named: How many hold it by name.
         nested: How many hold it in a container, where references cannot be told apart.
         num_holders: How many executions hold it.
-        room: Its bytes in RAM, as they are reserved; None while it is away or does not fit.
-        frame: Its memory, where that was read back.
+        room: Its bytes where it computes, as they are reserved; None while it is away or does not
+            fit.
+        frame: Its memory, where that was brought back; on a device only until it has been.
         read: What fills the frame.
-        copy: The copy on disk.
+        copy: The copy elsewhere.
         away: Whether it holds no memory.
     """
 
@@ -92,10 +127,16 @@ class Item:
     nested: int = 0
     num_holders: int = 0
     room: Reservation | None = None
-    frame: Frame | None = None
-    read: Ticket | None = None
-    copy: Copy | None = None
+    frame: Frame | DeviceFrame | None = None
+    read: Ticket | Upload | None = None
+    copy: Copy | RamCopy | None = None
     away: bool = False
+
+    @property
+    def away_bytes(self) -> int:
+        """Bytes of the copy."""
+        assert self.copy is not None
+        return self.copy.taken.nbytes
 
 
 class Kept:

@@ -1,104 +1,71 @@
-"""Move one tensor's memory to a page file and back."""
+"""Moves one tensor's memory away and back."""
 
 from __future__ import annotations
 
-import contextlib
+from abc import ABC, abstractmethod
+from typing import Protocol
 
-import torch
-
-from mt_lightning.engine.inputs.files import InputFiles
-from mt_lightning.engine.inputs.item import Copy, Item
-from mt_lightning.engine.inputs.tensors import Shape, empty, fill, plainly, raw
-from mt_lightning.engine.spill import Ring
-from mt_lightning.errors import StorageError
+from mt_lightning.engine.inputs.item import Item
 from mt_lightning.pager.budget import Reservation
-from mt_lightning.pager.stats import Stats
-from mt_lightning.pages.sizes import align_up
-from mt_lightning.tiers.arena import Arena, Frame
-from mt_lightning.tiers.io import IOQueue, Ticket
-from mt_lightning.tiers.spans import Span
 
 
-class Mover:
-    """Writes through a few frames, since direct I/O wants aligned memory; reads into whole ones.
+class Memory(Protocol):
+    """Where inputs lie while nobody moves them: that of the host, or of a device."""
 
-    Args:
-        io: The threads that move bytes and check sums.
-        arena: Where frames come from.
-        files: Where bytes go.
-        stats: Counts bytes once they are moved.
+    def reserve(self, nbytes: int, purpose: str, what: str) -> Reservation:
+        """Make room and reserve."""
+        ...
+
+    def can_reserve(self, nbytes: int) -> bool:
+        """Return whether `reserve` would take nothing from anything in use."""
+        ...
+
+
+class Mover(ABC):
+    """The way of inputs to where they wait for backward.
+
+    Attributes:
+        setting: The budget that inputs lie in until they go.
+        blocks: What may keep all of them there, as a sentence.
+        usable: Whether there is a way at all.
+        share_bytes: What it takes of the room for inputs.
     """
 
-    def __init__(self, io: IOQueue, arena: Arena, files: InputFiles, stats: Stats) -> None:
-        self._io = io
-        self._arena = arena
-        self.files = files
-        self._stats = stats
-        self._writing: list[tuple[Copy, int, Ticket, int]] = []
-        self._reading: list[tuple[Ticket, int]] = []
-        self._orphans: list[tuple[Frame, Reservation | None]] = []
+    setting: str
+    blocks: str
+    usable: bool
+    share_bytes: int = 0
 
-    def write(self, item: Item, ring: Ring, part_bytes: int) -> None:
-        """Write a tensor, unless the file has these values, and take its memory away.
+    @abstractmethod
+    def room_bytes(self) -> int:
+        """Return how many bytes are expected to find room there."""
+
+    @abstractmethod
+    def takes(self, nbytes: int) -> bool:
+        """Return whether that many more bytes find room there."""
+
+    @abstractmethod
+    def write(self, item: Item) -> None:
+        """Copy a tensor, unless the copy has these values, and take its memory away.
 
         Raises:
-            BudgetError: `max_disk_gb` has no room for it.
-            StorageError: The disk has none, or an earlier write failed.
+            BudgetError: There is no room for it.
+            StorageError: It could not be written.
         """
-        tensor = item.ref()
-        assert tensor is not None
-        with plainly(), Span("spill inputs"):
-            if item.copy is None or item.copy.version != tensor._version:
-                self.forget_copy(item)
-                try:
-                    self._copy(item, tensor, ring, part_bytes)
-                except BaseException:
-                    # Half a copy must not be taken for a whole one.
-                    self.forget_copy(item)
-                    raise
-            empty(tensor)
-        item.away = True
-        del tensor
-        self.free_frame(item)
 
-    def _copy(self, item: Item, tensor: torch.Tensor, ring: Ring, part_bytes: int) -> None:
-        shape = Shape(tensor)
-        base = None if tensor._base is None else Shape(tensor._base)
-        nbytes = align_up(shape.nbytes)
-        name = self.files.take(nbytes)
-        copy = item.copy = Copy(name, nbytes, tensor._version, shape, base, part_bytes)
-        source = raw(tensor, shape.span_bytes)
-        for start in range(0, nbytes, part_bytes):
-            self._write_part(copy, source, start, ring)
+    @abstractmethod
+    def settle_oldest(self) -> bool:
+        """Wait for the oldest copy that holds memory; False where none does."""
 
-    def _write_part(self, copy: Copy, source: torch.Tensor, start: int, ring: Ring) -> None:
-        length = min(copy.part_bytes, copy.nbytes - start)
-        frame = ring.acquire()
-        assert frame is not None
-        first = max(0, start - copy.shape.phase)
-        last = min(copy.shape.span_bytes, start + length - copy.shape.phase)
-        at = copy.shape.phase + first - start
-        if first < last:
-            frame.tensor[at : at + last - first].copy_(source[first:last])
-        ticket = self._io.write(copy.name, [(start, frame.memory[:length])])
-        ring.release(frame, ticket)
-        copy.parts.append(ticket)
-        self._writing.append((copy, len(copy.parts) - 1, ticket, length))
-
+    @abstractmethod
     def begin_read(self, item: Item, room: Reservation | None) -> None:
-        """Begin to read a tensor back into a frame of its own.
+        """Begin to bring a tensor back into a frame of its own.
 
         Raises:
             StorageError: It had not been written.
         """
-        copy = item.copy
-        assert copy is not None
-        assert item.frame is None
-        sums = copy.sums()
-        item.frame, item.room = self._arena.alloc(copy.nbytes), room
-        item.read = self._io.read(copy.name, copy.pieces(item.frame), sums=sums)
-        self._reading.append((item.read, copy.nbytes))
 
+    @abstractmethod
     def end_read(self, item: Item) -> None:
         """Wait for the bytes and give them to the tensor.
 
@@ -106,87 +73,31 @@ class Mover:
             CorruptPageError: They are not what was written.
             StorageError: They could not be read.
         """
-        tensor = item.ref()
-        assert tensor is not None
-        assert item.read is not None
-        assert item.frame is not None
-        assert item.copy is not None
-        item.read.wait()
-        item.read = None
-        with plainly():
-            fill(tensor, item.frame, item.copy.shape, item.copy.base)
-        item.away = False
 
+    @abstractmethod
     def give_up_read(self, item: Item) -> None:
-        """Drop what was read ahead of need."""
-        assert item.away
-        if item.read is not None:
-            # Nobody wants these bytes now; whoever does reads them again.
-            with contextlib.suppress(StorageError):
-                item.read.wait()
-            item.read = None
-        self.free_frame(item)
+        """Drop what was brought ahead of need."""
 
+    @abstractmethod
     def free_frame(self, item: Item) -> None:
-        """Give a tensor's memory back to the budget, and its frame to the arena."""
-        frame, room, item.frame, item.room = item.frame, item.room, None, None
-        if frame is not None:
-            self._orphans.append((frame, room))
-            self.collect()
-        elif room is not None:
-            room.free()
+        """Give a tensor's memory back to the budget."""
 
+    @abstractmethod
     def forget_copy(self, item: Item) -> None:
-        """Give the file of a tensor back."""
-        copy, item.copy = item.copy, None
-        if copy is None:
-            return
-        for part in copy.parts:
-            # Nobody wants what it holds. It is not written again while a thread writes to it.
-            if isinstance(part, Ticket):
-                with contextlib.suppress(StorageError):
-                    part.wait()
-        self.files.give(copy.name)
+        """Give back what the copy of a tensor takes."""
 
+    @abstractmethod
     def collect(self) -> None:
         """Free the frames whose last view has died."""
-        alive = []
-        for frame, room in self._orphans:
-            if frame.in_use():
-                alive.append((frame, room))
-                continue
-            self._arena.free(frame)
-            if room is not None:
-                room.free()
-        self._orphans = alive
 
+    @abstractmethod
     def count(self) -> None:
-        """Bring the counters of moved bytes up to date; keep of writes their checksums alone."""
-        writing, self._writing = self._writing, []
-        for copy, index, ticket, nbytes in writing:
-            if not ticket.done():
-                self._writing.append((copy, index, ticket, nbytes))
-                continue
-            self._stats.inputs_spilled_bytes += nbytes
-            if not ticket.failed:
-                copy.parts[index] = list(ticket.sums)
-        reading, self._reading = self._reading, []
-        for ticket, nbytes in reading:
-            if ticket.done():
-                self._stats.inputs_read_bytes += nbytes
-            else:
-                self._reading.append((ticket, nbytes))
+        """Bring the counters of moved bytes up to date."""
 
+    @abstractmethod
+    def end_of_step(self) -> None:
+        """Give back what was of no use in the last step."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Let go of frames that somebody still has views of, and delete all files."""
-        self.collect()
-        for frame, room in self._orphans:
-            self._arena.forget(frame)
-            if room is not None:
-                room.free()
-        self._orphans.clear()
-        for ticket in (*(each[2] for each in self._writing), *(each[0] for each in self._reading)):
-            with contextlib.suppress(StorageError):
-                ticket.wait()
-        self.count()
-        self.files.discard_all()
+        """Let go of frames that somebody still has views of, and of all copies."""

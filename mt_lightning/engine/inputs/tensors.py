@@ -25,7 +25,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from mt_lightning.pages.sizes import ALIGN_BYTES
-from mt_lightning.tiers.arena import Frame, use_count
+from mt_lightning.tiers.arena import use_count
 
 LEAST_BYTES = ALIGN_BYTES
 """Smaller tensors stay in RAM: on disk they would take as much as this."""
@@ -54,11 +54,8 @@ def is_parameter(tensor: torch.Tensor) -> bool:
 def num_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes that a tensor keeps alive, as far as they can be told.
 
-    A batch may be a view of the whole data set, a mask an expanded scalar. What lies on a device is
-    not memory of the host.
+    A batch may be a view of the whole data set, a mask an expanded scalar.
     """
-    if tensor.device.type != "cpu":
-        return 0
     own = tensor.numel() * tensor.element_size()
     if tensor.layout is not torch.strided:
         return own
@@ -66,11 +63,10 @@ def num_bytes(tensor: torch.Tensor) -> int:
 
 
 def can_leave(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is of a kind that can be written to disk and read back."""
+    """Return whether a tensor is of a kind whose memory can be moved elsewhere and back."""
     return (
         type(tensor) is torch.Tensor
         and tensor.layout is torch.strided
-        and tensor.device.type == "cpu"
         and not tensor.is_quantized
         and not tensor.is_inference()
         and not tensor.is_conj()
@@ -97,9 +93,9 @@ class Shape:
         """Bytes from the phase on to the last element."""
         return self.phase + self.span_bytes
 
-    def on(self, frame: Frame) -> torch.Tensor:
-        """Return the tensor as it lies on a frame."""
-        own = frame.tensor[self.phase : self.phase + self.span_bytes]
+    def on(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor as it lies on bytes, `[nbytes]` uint8 or more."""
+        own = memory[self.phase : self.phase + self.span_bytes]
         return own.view(self.dtype).as_strided(self.size, self.stride)
 
 
@@ -147,7 +143,7 @@ def is_alone(tensor: torch.Tensor, num_locals: int, saved: int, named: int, fram
 def raw(tensor: torch.Tensor, span_bytes: int) -> torch.Tensor:
     """Return a tensor's memory as bytes, `[span_bytes]` uint8."""
     offset = tensor.storage_offset() * tensor.element_size()
-    memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return memory.set_(tensor.untyped_storage(), offset, (span_bytes,), (1,))
 
 
@@ -155,12 +151,12 @@ def empty(tensor: torch.Tensor) -> None:
     """Take its memory away from a tensor, and from what it is a view of."""
     for each in (tensor._base, tensor):
         if each is not None:
-            each.data = torch.empty(0, dtype=each.dtype, device="cpu")
+            each.data = torch.empty(0, dtype=each.dtype, device=each.device)
 
 
-def fill(tensor: torch.Tensor, frame: Frame, shape: Shape, base: Shape | None) -> None:
-    """Give a tensor the memory of a frame, and what it is a view of too."""
+def fill(tensor: torch.Tensor, memory: torch.Tensor, shape: Shape, base: Shape | None) -> None:
+    """Give a tensor memory that holds its bytes, and what it is a view of too."""
     if base is not None:
         assert tensor._base is not None
-        tensor._base.data = base.on(frame)
-    tensor.data = shape.on(frame)
+        tensor._base.data = base.on(memory)
+    tensor.data = shape.on(memory)

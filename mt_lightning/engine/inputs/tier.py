@@ -1,8 +1,9 @@
-"""The inputs of all units that backward will need: counted, and moved to disk and back.
+"""The inputs of all units that backward will need: counted, and moved away and back.
 
 [Note: the order of need]
 Backward runs executions again in the reverse of their order. So what was received first is needed
-last, and goes to disk first; what is read ahead belongs to the executions before the one that runs.
+last, and goes first: to disk, or to RAM where a device computes. What is read ahead belongs to the
+executions before the one that runs.
 
 [Note: what is at work is not counted twice]
 An input that does not fit beside the others is not counted while its unit runs: the activations of
@@ -25,12 +26,10 @@ from torch._C._autograd import (
 from torch.utils._pytree import tree_leaves
 
 from mt_lightning.engine.inputs.item import Hold, Item, Kept
-from mt_lightning.engine.inputs.mover import Mover
+from mt_lightning.engine.inputs.mover import Memory, Mover
 from mt_lightning.engine.inputs.tensors import can_leave, is_alone, is_parameter, num_bytes
-from mt_lightning.engine.inputs.through import Through
 from mt_lightning.errors import BudgetError, StepError
 from mt_lightning.pager.budget import Budget, Reservation
-from mt_lightning.pager.pool import WeightPool
 from mt_lightning.pager.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -50,18 +49,18 @@ class InputTier:
         budget: Counts it.
         mover: Moves bytes.
         stats: Counters.
-        through: What is written through.
+        device: Where units compute; what lies elsewhere is not counted.
         limit_bytes: The share of the budget that inputs may take.
         read_ahead: How many executions are read ahead of the one that runs.
     """
 
     def __init__(
         self,
-        pool: WeightPool,
+        pool: Memory,
         budget: Budget,
         mover: Mover,
         stats: Stats,
-        through: Through,
+        device: torch.device,
         limit_bytes: int,
         read_ahead: int,
     ) -> None:
@@ -69,7 +68,7 @@ class InputTier:
         self._budget = budget
         self._mover = mover
         self._stats = stats
-        self._through = through
+        self._device = device
         self._share_bytes = limit_bytes
         self._read_ahead = read_ahead
         self._items: dict[int, Item] = {}
@@ -98,9 +97,9 @@ class InputTier:
         return max(self._most_bytes)
 
     @property
-    def files_room_bytes(self) -> int:
-        """How many bytes of inputs the disk is expected to take."""
-        return self._mover.files.room_bytes()
+    def away_room_bytes(self) -> int:
+        """How many bytes of inputs are expected to find room elsewhere."""
+        return self._mover.room_bytes()
 
     # -- executions -------------------------------------------------------------------------------
 
@@ -164,8 +163,8 @@ class InputTier:
         try:
             for item in away:
                 if item.read is None:
-                    assert item.copy is not None
-                    self._mover.begin_read(item, self._reserve(item.copy.nbytes, "input frames"))
+                    room = self._reserve(item.away_bytes, "input frames")
+                    self._mover.begin_read(item, room)
             for item in away:
                 self._mover.end_read(item)
                 self._found(item)
@@ -186,8 +185,7 @@ class InputTier:
             for item in [hold.item for hold in holds if hold.item.away]:
                 if item.read is not None:
                     continue
-                assert item.copy is not None
-                nbytes = item.copy.nbytes
+                nbytes = item.away_bytes
                 if self._held_bytes + nbytes > self._limit_bytes:
                     return
                 if not self._pool.can_reserve(nbytes):
@@ -217,7 +215,7 @@ class InputTier:
     def end_of_step(self) -> None:
         """Delete files that were of no use in the last step."""
         self.sweep()
-        self._mover.files.end_of_step()
+        self._mover.end_of_step()
         self._most_bytes = (0, self._most_bytes[0])
 
     def count(self) -> None:
@@ -242,7 +240,6 @@ class InputTier:
         self._holds.clear()
         self._order.clear()
         self._mover.close()
-        self._through.close()
 
     def _found(self, item: Item) -> None:
         """Take note of a tensor that is in RAM again."""
@@ -268,7 +265,8 @@ class InputTier:
         strided = tensor.layout is torch.strided
         storage = tensor.untyped_storage()._cdata if strided else 0
         counted = self._items.get(self._storages.get(storage, 0))
-        nbytes = num_bytes(tensor)
+        here = tensor.device.type == self._device.type
+        nbytes = num_bytes(tensor) if here else 0
         if counted is not None and not counted.away:
             nbytes = 0
         dead = self._dead
@@ -277,7 +275,7 @@ class InputTier:
             key,
             nbytes,
             storage,
-            can_leave(tensor),
+            here and can_leave(tensor),
         )
         if nbytes:
             self._stats.inputs_bytes += nbytes
@@ -310,7 +308,7 @@ class InputTier:
 
     @property
     def _limit_bytes(self) -> int:
-        return self._share_bytes - self._through.share_bytes
+        return self._share_bytes - self._mover.share_bytes
 
     @property
     def _held_bytes(self) -> int:
@@ -336,13 +334,15 @@ class InputTier:
 
     def _make_room(self) -> bool:
         """Move one tensor to disk; False where none can go."""
-        if not self._mover.files.usable:
+        if not self._mover.usable:
             return False
+        if self._mover.settle_oldest():
+            return True
         while True:
             for item in self._in_ram.values():
                 if item.room is None or item.key in self._needed:
                     continue
-                if self._is_alone(item):
+                if self._mover.takes(item.nbytes) and self._is_alone(item):
                     self._spill(item)
                     return True
             # The graph of a unit that is kept until backward holds what the unit received.
@@ -371,12 +371,11 @@ class InputTier:
         return is_alone(tensor, 1, item.saved, item.named, item.frame is not None)
 
     def _spill(self, item: Item) -> None:
-        self._through.prepare()
         del self._in_ram[item.key]
         self._forget_storage(item)
         self._above.pop(item.key, None)
         try:
-            self._mover.write(item, self._through.ring, self._through.part_bytes)
+            self._mover.write(item)
         finally:
             if not item.away:
                 self._in_ram[item.key] = item
@@ -384,15 +383,17 @@ class InputTier:
     def _clear_above(self) -> None:
         """Move to disk what had found no room while it was in use."""
         for item in list(self._above.values()):
-            if item.key in self._above and self._mover.files.usable and self._is_alone(item):
+            if item.key in self._above and self._mover.usable and self._is_alone(item):
                 self._spill(item)
         stuck = sum(item.nbytes for item in self._above.values())
         if stuck * _TOLD_SHARE < self._budget.limit_bytes or self._told:
             return
         self._told = True
         log.warning(
-            "%.1f MiB of the inputs of units lie above max_ram_gb: they have no room in it, and "
-            "cannot go to disk because something else holds them (a list of hidden states, a "
-            "checkpoint around the unit), or because offload_dir is in memory.",
+            "%.1f MiB of the inputs of units lie above %s: they have no room in it, and "
+            "cannot go elsewhere because something else holds them (a list of hidden states, a "
+            "checkpoint around the unit), or because %s.",
             stuck / 2**20,
+            self._mover.setting,
+            self._mover.blocks,
         )

@@ -21,7 +21,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mt_lightning.engine.units import Unit
-from mt_lightning.engine.window.draws import advance, count_draws
+from mt_lightning.engine.window.draws import (
+    NOTHING,
+    Generators,
+    advance,
+    count_draws,
+    give_generators,
+    same_generators,
+    take_generators,
+)
 from mt_lightning.engine.window.learned import shapes_of
 from mt_lightning.engine.window.micro import Micro, View, current
 from mt_lightning.engine.window.shown import Shown
@@ -42,8 +50,15 @@ class Step(Micro):
         failure: What it raised.
     """
 
-    def __init__(self, number: int, step: Callable[[], Any], view: View, state: StepState) -> None:
-        super().__init__(number, step, view, state)
+    def __init__(
+        self,
+        number: int,
+        step: Callable[[], Any],
+        view: View,
+        state: StepState,
+        device: torch.device,
+    ) -> None:
+        super().__init__(number, step, view, state, device)
         self.view = view
         self.waits: Callable[[], bool] | None = None
         self.counting: tuple[str, ...] | None = None
@@ -150,7 +165,7 @@ class ForwardWindow:
     def start(self, run: Callable[[], Any], view: View, *, count: bool) -> Step:
         """Start a step and let it run to the entry of its first unit.
 
-        The random number generator is left where the step is expected to leave it.
+        The generators of random numbers are left where the step is expected to leave it.
 
         Args:
             run: Runs the step.
@@ -158,7 +173,7 @@ class ForwardWindow:
             count: Whether to count what it holds.
         """
         self._state.refresh()
-        step = Step(self._num_started, run, view, self._state)
+        step = Step(self._num_started, run, view, self._state, self._host.device)
         self._num_started += 1
         self.steps.append(step)
         step.counting = self._opaque if count else None
@@ -168,10 +183,10 @@ class ForwardWindow:
             step.shapes = shapes_of(*step.arguments)
             if not self.learned.knows(step.shapes):
                 step.counting = self._opaque
-            torch.set_rng_state(advance(before, self.learned.draws(step.shapes)))
+            self._give(advance(before, self.learned.draws(step.shapes)))
         else:
-            torch.set_rng_state(step.rng)
-        step.rng_before, step.rng_after = before, torch.get_rng_state()
+            self._give(step.rng)
+        step.rng_before, step.rng_after = before, take_generators(self._host.device)
         return step
 
     def run(self, num_steps: int | None = None) -> None:
@@ -284,14 +299,18 @@ class ForwardWindow:
         if step.ended:
             step.let_go()
 
+    def _give(self, state: Generators) -> None:
+        give_generators(self._host.device, state)
+
     def _settle(self, group: list[Step]) -> None:
         """See whether every step drew as many random numbers as expected."""
         for step in group:
-            draws = self.learned.draws(step.shapes) if step.shapes is not None else 0
-            if not torch.equal(step.rng, step.rng_after):
+            draws = self.learned.draws(step.shapes) if step.shapes is not None else NOTHING
+            if not same_generators(step.rng, step.rng_after):
                 draws = count_draws(step.rng_before, step.rng)
-                if step is self.steps[-1] and torch.equal(torch.get_rng_state(), step.rng_after):
-                    torch.set_rng_state(step.rng)
+                now = take_generators(self._host.device)
+                if step is self.steps[-1] and same_generators(now, step.rng_after):
+                    self._give(step.rng)
                 else:
                     self.num_other_draws += 1
                     self.learned.steady = False

@@ -2,8 +2,9 @@
 
 [Note: what a group costs]
 Each group reads the weights twice, less what stays in RAM between. Inputs of units that do not fit
-in RAM are written once and read once. A larger group saves passes over the weights and moves more
-inputs. Between two units, each micro-batch of a group has one input in RAM, and later its gradient.
+where they are used go elsewhere once and come back once. A larger group saves passes over the
+weights and moves more inputs. Between two units, each micro-batch of a group has one input there,
+and later its gradient.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ def best_group(
     *,
     input_bytes: int,
     widest_bytes: int,
-    ram_bytes: int,
-    disk_bytes: int,
+    near_bytes: int,
+    away_bytes: int,
     sweep_bytes: int,
 ) -> int:
     """Return the size of groups that moves the fewest bytes; the larger one of equals.
@@ -24,15 +25,15 @@ def best_group(
         num_micros: How many micro-batches make a step.
         input_bytes: What all units together receive from one of them.
         widest_bytes: What one unit receives at most.
-        ram_bytes: Room for inputs in RAM.
-        disk_bytes: Room for inputs on disk.
+        near_bytes: Room for inputs where units compute.
+        away_bytes: Room for inputs elsewhere: on disk, or in RAM where a device computes.
         sweep_bytes: Weights that one group reads.
     """
     best, least = 1, None
     for size in range(num_micros, 0, -1):
         between = 2 * size * widest_bytes if size > 1 else 0
-        above = max(0, size * input_bytes + between - ram_bytes)
-        if size > 1 and (between > ram_bytes or above > disk_bytes):
+        above = max(0, size * input_bytes + between - near_bytes)
+        if size > 1 and (between > near_bytes or above > away_bytes):
             continue
         num_groups = -(-num_micros // size)
         moved = num_groups * (sweep_bytes + 2 * above)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from mt_lightning.engine.inputs.tensors import is_parameter, num_bytes
 from mt_lightning.engine.units import Unit
+from mt_lightning.engine.window.draws import NOTHING, Draws
 
 _MOST_SHAPES = 1 << 8
 _LONGEST = 1 << 14
@@ -26,7 +27,7 @@ class Learned:
         """Units that change buffers, by index."""
         self.widest_bytes = 0
         """The most that one unit has received."""
-        self._steps: dict[Any, tuple[int | None, int]] = {}
+        self._steps: dict[Any, tuple[Draws | None, int]] = {}
         """Draws and bytes of inputs of the last step with such shapes."""
         self._ratio = 0.0
         self._visited: list[int] = []
@@ -47,13 +48,13 @@ class Learned:
         self._visited.append(unit.index)
         self._inputs.add(args, kwargs)
 
-    def end(self, draws: int | None) -> None:
+    def end(self, draws: Draws | None) -> None:
         """It ended, having drawn that many random numbers."""
         assert self._inputs is not None
         self.saw(self._shapes, self._visited, self._inputs, draws)
         self._visited, self._shapes, self._inputs = [], None, None
 
-    def saw(self, shapes: Any, visited: list[int], inputs: Inputs, draws: int | None) -> None:
+    def saw(self, shapes: Any, visited: list[int], inputs: Inputs, draws: Draws | None) -> None:
         """Take note of a step.
 
         Args:
@@ -72,11 +73,11 @@ class Learned:
         for unit in visited:
             position, _ = self.place(unit, position)
 
-    def draws(self, shapes: Any) -> int | None:
+    def draws(self, shapes: Any) -> Draws | None:
         """Return how many random numbers such a step is expected to draw."""
         if shapes in self._steps:
             return self._steps[shapes][0]
-        return 0 if all(draws == 0 for draws, _ in self._steps.values()) else None
+        return NOTHING if all(draws == NOTHING for draws, _ in self._steps.values()) else None
 
     def num_bytes(self, shapes: Any) -> int:
         """Return how many bytes its units are expected to receive."""
@@ -86,7 +87,7 @@ class Learned:
     @property
     def random(self) -> bool:
         """Whether any step has drawn random numbers, or may have."""
-        return any(draws != 0 for draws, _ in self._steps.values())
+        return any(draws != NOTHING for draws, _ in self._steps.values())
 
     @property
     def most_bytes(self) -> int:
@@ -109,7 +110,8 @@ class Learned:
         """Take in what `state` returned."""
         self.order, self.counted = list(state["order"]), set(state["counted"])
         self._steps = {
-            _shapes(shapes): (draws, num_bytes) for shapes, draws, num_bytes in state["steps"]
+            _shapes(shapes): (_draws(draws), num_bytes)
+            for shapes, draws, num_bytes in state["steps"]
         }
         self._ratio = state["ratio"]
         # Runs of before this was counted are taken to have one unit that receives everything.
@@ -175,6 +177,11 @@ def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _shapes(kept: Any) -> Any:
     return None if kept is None else tuple(tuple(shape) for shape in kept)
+
+
+def _draws(kept: Any) -> Draws | None:
+    # Runs of before devices were counted have one number.
+    return (kept, 0) if isinstance(kept, int) else None if kept is None else tuple(kept)
 
 
 def _numel(shapes: Any) -> int:

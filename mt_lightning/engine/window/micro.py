@@ -10,6 +10,7 @@ from greenlet import GreenletExit, getcurrent, greenlet
 
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.window.attributes import Attributes, Own
+from mt_lightning.engine.window.draws import Generators
 from mt_lightning.engine.window.tail import Entry, Root
 from mt_lightning.engine.window.thread_state import ThreadState
 
@@ -32,6 +33,7 @@ class Micro(greenlet):
         step: Runs the step and returns its result.
         view: What is swapped beside torch's own state.
         attributes: The attributes of all modules.
+        device: Where the model computes.
 
     Attributes:
         unit: The unit it waits to enter, None while it runs and when it has ended.
@@ -39,14 +41,19 @@ class Micro(greenlet):
         position: Where it is in the learned order.
         result: What `step` returned.
         shapes: Those of what its first unit received.
-        rng_before: The random number generator when it began.
-        rng_after: What the generator was expected to be when it ended.
+        rng_before: The generators of random numbers when it began.
+        rng_after: What they were expected to be when it ended.
         entry: Where its last unit begins, None where that is not known.
         roots: Where its backward begins.
     """
 
     def __init__(
-        self, number: int, step: Callable[[], Any], view: View, attributes: Attributes
+        self,
+        number: int,
+        step: Callable[[], Any],
+        view: View,
+        attributes: Attributes,
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.number = number
@@ -54,7 +61,8 @@ class Micro(greenlet):
         self._own: Own = {}
         self._step = step
         self._view = view
-        self._state = ThreadState.copy()
+        self._device = device
+        self._state = ThreadState.copy(device)
         self.unit: Unit | None = None
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
         self.visited: list[int] = []
@@ -68,8 +76,8 @@ class Micro(greenlet):
         self._cutting = False
 
     @property
-    def rng(self) -> torch.Tensor:
-        """Its random number generator, while it does not run."""
+    def rng(self) -> Generators:
+        """Its generators of random numbers, while it does not run."""
         return self._state.rng
 
     def run(self) -> None:  # type: ignore[override]
@@ -93,7 +101,7 @@ class Micro(greenlet):
         self.arguments, self.roots, self.result = ((), {}), [], None
 
     def _swapped(self, run: Callable[[], Any]) -> None:
-        main = ThreadState.take()
+        main = ThreadState.take(self._device)
         self._state.give()
         self._view.enter()
         unit, self.unit = self.unit, None
@@ -104,7 +112,7 @@ class Micro(greenlet):
             ran = unit.index if unit is not None else None
             self._attributes.hide(self._own, before, ran, ended=self.ended)
             self._view.leave()
-            self._state = ThreadState.take()
+            self._state = ThreadState.take(self._device)
             main.give()
 
     def arrive(

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch.backends import cuda
 
+from mt_lightning.engine.window.draws import give_generators, take_generators
+
 
 def _sdpa() -> tuple[bool, ...]:
     return (
@@ -63,15 +65,20 @@ _SETTINGS: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
 
 
 class ProcessState:
-    """The state at one moment, to be given back later."""
+    """The state at one moment, to be given back later.
 
-    def __init__(self) -> None:
-        self._rng = (torch.get_rng_state(), np.random.get_state(), random.getstate())
+    Args:
+        device: Where the model computes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._rng = (take_generators(device), np.random.get_state(), random.getstate())
         self._settings = {name: get() for name, (get, _) in _SETTINGS.items()}
 
     def restore(self) -> None:
         """Set everything to what it was."""
-        torch.set_rng_state(self._rng[0])
+        give_generators(self._device, self._rng[0])
         np.random.set_state(self._rng[1])
         random.setstate(self._rng[2])
         for name in self.changed_settings():

@@ -193,7 +193,7 @@ class Snapshot:
             yield from ((item, name) for name, item in slots.items())
 
     def _keep(self, tensor: torch.Tensor, path: Path) -> None:
-        plain = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        plain = tensor.layout == torch.strided and not tensor.is_meta
         if plain and not tensor.numel():
             return
         num_bytes = tensor.numel() * tensor.element_size() if plain else 0

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from mt_lightning.engine.window.draws import NOTHING, Draws
+
 _MOST_SHAPES = 1 << 8
 
 
@@ -23,11 +25,11 @@ class Shown:
         self.steady = True
         self.updates: Counter[int] = Counter()
         self.carried: set[str] = set()
-        self._steps: dict[Any, tuple[int | None, int]] = {}
+        self._steps: dict[Any, tuple[Draws | None, int]] = {}
         """Draws and bytes held of the last step with such shapes."""
         self._ratio = 0.0
 
-    def saw(self, shapes: Any, num_bytes: int, draws: int | None) -> None:
+    def saw(self, shapes: Any, num_bytes: int, draws: Draws | None) -> None:
         """Take note of a step.
 
         Args:
@@ -40,7 +42,7 @@ class Shown:
         self._steps[shapes] = (draws, num_bytes)
         self._ratio = max(self._ratio, num_bytes / max(1, _numel(shapes)))
 
-    def draws(self, shapes: Any) -> int | None:
+    def draws(self, shapes: Any) -> Draws | None:
         """Return how many random numbers such a step is expected to draw, None if unknown.
 
         [Note: draws of a new shape]
@@ -49,8 +51,8 @@ class Shown:
         whose streams overlap would be less random than they look.
         """
         counts = {draws for draws, _ in self._steps.values()}
-        if counts <= {0}:
-            return 0
+        if counts <= {NOTHING}:
+            return NOTHING
         if not self.steady:
             return None
         if shapes in self._steps:

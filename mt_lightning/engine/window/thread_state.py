@@ -3,6 +3,10 @@
 Greenlets share one thread. Whatever a micro-batch sets between two units (grad mode, autocast, a
 saved-tensor hook, a random number drawn) must be there when it goes on, and must not be seen by the
 others. Context variables need no care: every greenlet has its own.
+
+[Note: streams]
+A step may compute on a stream of its own. Units wait for their weights on the stream that was
+current when they were bound, so at each switch the stream that goes on waits for the one before it.
 """
 
 from __future__ import annotations
@@ -14,11 +18,18 @@ from torch import overrides
 from torch._C import _autograd  # type: ignore[attr-defined]
 from torch.utils import _python_dispatch
 
+from mt_lightning.engine.on_device import current_stream, set_stream
+from mt_lightning.engine.window.draws import give_generators, take_generators
+
 _DEVICES = ("cpu", "cuda")
+_CPU = torch.device("cpu")
 
 
 class ThreadState:
     """The state of the thread at one moment, to be given back later.
+
+    Args:
+        device: Where the model computes.
 
     [Note: inference mode]
     It can only be set by a context, which puts everything back as it found it. `give` enters one
@@ -27,12 +38,14 @@ class ThreadState:
 
     _entered: ClassVar[torch.inference_mode | None] = None
 
-    def __init__(self) -> None:
-        self.rng = torch.get_rng_state()
+    def __init__(self, device: torch.device = _CPU) -> None:
+        self._device = device
+        self.rng = take_generators(device)
+        self._stream = current_stream(device)
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._dtype = torch.get_default_dtype()
-        self._autocast = _autocast()
+        self._autocast = _autocast(device)
         self._cache = torch.is_autocast_cache_enabled()
         # There is no way to read the depth but to change it.
         self._depth = torch.autocast_increment_nesting() - 1
@@ -45,9 +58,9 @@ class ThreadState:
             entered.__exit__(None, None, None)
 
     @classmethod
-    def take(cls) -> ThreadState:
+    def take(cls, device: torch.device = _CPU) -> ThreadState:
         """Return the state and leave the thread without modes and hooks."""
-        return cls()
+        return cls(device)
 
     def give(self) -> None:
         """Set the thread to this state; it has neither modes nor hooks."""
@@ -62,27 +75,28 @@ class ThreadState:
             _autograd._push_saved_tensors_default_hooks(pack, unpack)
         _set_autocast_depth(self._depth)
         torch.set_autocast_cache_enabled(self._cache)
-        if self._autocast != _autocast():
+        if self._autocast != _autocast(self._device):
             for device, enabled, dtype in self._autocast:
                 torch.set_autocast_enabled(device, enabled)
                 torch.set_autocast_dtype(device, dtype)
         if self._dtype != torch.get_default_dtype():
             torch.set_default_dtype(self._dtype)
         torch._C._set_grad_enabled(self._grad)
-        torch.set_rng_state(self.rng)
+        give_generators(self._device, self.rng)
+        set_stream(self._device, self._stream)
 
     @classmethod
-    def copy(cls) -> ThreadState:
+    def copy(cls, device: torch.device = _CPU) -> ThreadState:
         """Return the state and leave everything as it is."""
-        state = cls()
+        state = cls(device)
         state.give()
         return state
 
 
-def _autocast() -> list[tuple[str, bool, torch.dtype]]:
+def _autocast(device: torch.device) -> list[tuple[str, bool, torch.dtype]]:
     return [
-        (device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in _DEVICES
+        (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+        for kind in dict.fromkeys((*_DEVICES, device.type))
     ]
 
 

@@ -26,7 +26,14 @@ from torch import nn
 
 from mt_lightning.engine.units import Unit
 from mt_lightning.engine.window.attributes import Attributes
-from mt_lightning.engine.window.draws import advance, count_draws
+from mt_lightning.engine.window.draws import (
+    NOTHING,
+    advance,
+    count_draws,
+    give_generators,
+    same_generators,
+    take_generators,
+)
 from mt_lightning.engine.window.learned import Inputs, Learned, shapes_of
 from mt_lightning.engine.window.micro import Micro, View, current
 from mt_lightning.engine.window.sums import WindowSums
@@ -55,6 +62,7 @@ class Window:
     def __init__(self, host: Attached, root: nn.Module) -> None:
         self._host = host
         self._run = host.run
+        self._device = host.device
         self.learned = Learned()
         self.micros: list[Micro] = []
         self.num_other_draws = 0
@@ -117,21 +125,22 @@ class Window:
     def start(self, step: Callable[[], Any], view: View) -> Micro:
         """Start a step and let it run to the entry of its first unit.
 
-        The random number generator is left where the step is expected to leave it.
+        The generators of random numbers are left where the step is expected to leave it.
         """
-        micro = Micro(self._num_started, step, view, self._attributes)
+        micro = Micro(self._num_started, step, view, self._attributes, self._device)
         self._num_started += 1
         self.micros.append(micro)
         before = micro.rng
         with self._mended():
             self._go_on(micro)
         if micro.ended:
-            torch.set_rng_state(micro.rng)
+            give_generators(self._device, micro.rng)
         else:
             self._place(micro)
             micro.shapes = shapes_of(*micro.arguments)
-            torch.set_rng_state(advance(before, self.learned.draws(micro.shapes)))
-        micro.rng_before, micro.rng_after = before, torch.get_rng_state()
+            expected = advance(before, self.learned.draws(micro.shapes))
+            give_generators(self._device, expected)
+        micro.rng_before, micro.rng_after = before, take_generators(self._device)
         return micro
 
     def num_input_bytes(self) -> int:
@@ -164,16 +173,17 @@ class Window:
                 self._sums = sums or WindowSums(self._run)
                 transient = self._largest_param_bytes()
                 what = "the gradient of a parameter beside the sum of those before it,"
-                room = self._run.pool.reserve(transient, "gradients", what)
+                beside = self._run.pool.reserve(transient, "gradients", what)
+                there = self._run.planes.reserve(self._largest_page_bytes(), "gradients", what)
                 between = self._run.inputs.reserve_between(self._between_bytes(len(group)))
                 try:
                     self._forward(group, on_loss)
                     self._backward(group)
                     self._sums.finish()
                 finally:
-                    room.free()
-                    if between is not None:
-                        between.free()
+                    for room in (beside, there, between):
+                        if room is not None:
+                            room.free()
                 self._sums = None
                 self._run.steps.submit_ready()
         finally:
@@ -286,6 +296,10 @@ class Window:
         """What steps hold between two units: an input each, and in backward its gradient."""
         return 2 * num_micros * self.learned.widest_bytes if num_micros > 1 else 0
 
+    def _largest_page_bytes(self) -> int:
+        """What autograd makes on a device until it has left."""
+        return max((page.layout.grad_bytes for page in self._run.build.table), default=0)
+
     def _largest_param_bytes(self) -> int:
         return max(
             (
@@ -300,13 +314,14 @@ class Window:
     def _settle_draws(self, group: list[Micro]) -> None:
         """See whether every step drew as many numbers as expected."""
         for micro in group:
-            as_expected = torch.equal(micro.rng, micro.rng_after)
+            as_expected = same_generators(micro.rng, micro.rng_after)
             counter = self._counters.get(micro)
-            draws = self.learned.draws(micro.shapes) if micro.shapes is not None else 0
+            draws = self.learned.draws(micro.shapes) if micro.shapes is not None else NOTHING
             if not as_expected:
                 draws = count_draws(micro.rng_before, micro.rng)
-                if micro is self.micros[-1] and torch.equal(torch.get_rng_state(), micro.rng_after):
-                    torch.set_rng_state(micro.rng)
+                now = take_generators(self._device)
+                if micro is self.micros[-1] and same_generators(now, micro.rng_after):
+                    give_generators(self._device, micro.rng)
                 else:
                     self.num_other_draws += 1
             if counter is not None:

@@ -9,6 +9,7 @@ from typing import Literal
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import BudgetError
+from mt_lightning.pages.sizes import align_up
 from mt_lightning.tiers.link import Link
 
 GIB = 1 << 30
@@ -34,6 +35,7 @@ class DevicePlan:
         graph_bytes: Room for graphs of units that are kept until backward.
         inputs_bytes: Room for the inputs of units; what is above it goes to RAM.
         sweep_bytes: What a pass forward and back brings of weights, where all are updated.
+        home_bytes: Gradients and optimizer state that stay there, and are updated there.
     """
 
     device: str
@@ -46,16 +48,22 @@ class DevicePlan:
     graph_bytes: int
     inputs_bytes: int
     sweep_bytes: int
+    home_bytes: int = 0
 
     @property
     def holds_all(self) -> bool:
         """Whether all weights stay there, and are brought once per update."""
         return self.limit_bytes - self.min_bytes >= self.weight_bytes
 
+    @property
+    def updates(self) -> bool:
+        """Whether all of the run stays there, and is updated there."""
+        return self.home_bytes > 0
+
     def rows(self) -> list[tuple[str, int, str]]:
         """Return (item, bytes, place) for a table of what goes where."""
         how = "all weights stay" if self.holds_all else "weights as they are needed"
-        return [
+        rows = [
             ("budget max_vram_gb", self.limit_bytes, f"{self.device}: {how}, activations beside"),
             (f"  smallest that works ({self.largest_unit})", self.min_bytes, self.device),
             ("  parameters outside units", self.kept_bytes, f"{self.device}, for good"),
@@ -63,6 +71,10 @@ class DevicePlan:
             ("  room for graphs of units", self.graph_bytes, f"{self.device}, until backward"),
             ("  room for inputs of units", self.inputs_bytes, f"{self.device}; the rest in RAM"),
         ]
+        if self.updates:
+            home = f"{self.device}: updates run there, commits copy from it"
+            rows.insert(2, ("  gradients and optimizer state", self.home_bytes, home))
+        return rows
 
 
 def vram_limit_bytes(max_vram_gb: float | None, link: Link) -> int:
@@ -80,6 +92,7 @@ def plan_device(
     *,
     trains: bool,
     recompute: bool | Literal["auto"],
+    at_home: bool = False,
 ) -> DevicePlan:
     """Decide what stays on the device.
 
@@ -89,6 +102,7 @@ def plan_device(
         limit_bytes: The budget.
         trains: Whether there are optimizers.
         recompute: Whether units run again in backward.
+        at_home: Whether the run may be updated there, if it fits.
 
     Raises:
         BudgetError: The budget is too small; `smallest_gb` on the error is one that works.
@@ -105,14 +119,19 @@ def plan_device(
     room = limit_bytes - minimum
     weights = sum(page.layout.nbytes for page in build.table)
     widest = max((_weights(unit, build) for unit in build.units), default=0)
-    ahead = min(room, _UNITS_AHEAD * widest)
+    home = _home_bytes(build) if at_home else 0
+    if room < weights + home:
+        home = 0
+    elif home:
+        room -= weights + home
+    ahead = 0 if home else min(room, _UNITS_AHEAD * widest)
     graphs = 0
     if trains and recompute == "auto":
         # Where not all fits, graphs come after what is on its way: bringing a unit once more is
         # hidden behind compute, running it once more is not.
         graphs = max(0, room - ahead)
     # A pass brings what did not stay there at its turn; the last unit is there already.
-    absent = sum(max(0, weights - kept - widest - left) for left in (room, room))
+    absent = 0 if home else 2 * max(0, weights - kept - widest - room)
     return DevicePlan(
         device,
         limit_bytes,
@@ -124,11 +143,24 @@ def plan_device(
         graphs,
         inputs_bytes=trains * room,  # what comes ahead of its use gives way
         sweep_bytes=absent,
+        home_bytes=home,
     )
 
 
 def _weights(unit: Unit, build: Build) -> int:
     return sum(build.table[index].layout.nbytes for index in unit.pages)
+
+
+def _home_bytes(build: Build) -> int:
+    """Return what a run keeps beside its weights: gradients, and state as the optimizer sees it."""
+    resident, trained = (
+        set(build.resident),
+        [p for p in build.table if p.layout.optimizer is not None],
+    )
+    grads = sum(page.layout.grad_bytes for page in trained if page.index not in resident)
+    return grads + sum(
+        align_up(chunk.nbytes) for page in trained for chunk in page.state_layout.chunks
+    )
 
 
 def _unit_need(unit: Unit, build: Build, trains: bool) -> int:

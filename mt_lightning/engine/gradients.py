@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -116,6 +117,14 @@ class PageGrads:
         self.reservations.clear()
 
 
+class Memory(Protocol):
+    """Where gradients lie: that of the host, or of a device."""
+
+    def reserve(self, nbytes: int, purpose: str, what: str) -> Reservation:
+        """Make room and reserve."""
+        ...
+
+
 class Gradients:
     """The gradients of all pages since the last `zero_grad`."""
 
@@ -126,9 +135,13 @@ class Gradients:
         link: Link,
         leaving: Leaving,
         resident: set[int],
+        there: Memory | None = None,
     ) -> None:
         self._table = table
-        self._pool = pool
+        self.there = there
+        """Where gradients stay when they are not needed on the host, None where they are."""
+        self._memory: Memory = pool if there is None else there
+        self._stays = link.unified or there is not None
         self._link = link
         self._leaving = leaving
         self._resident = resident
@@ -152,9 +165,10 @@ class Gradients:
         if nbytes and page.index not in self._resident:
             what = f"the gradients of page {page.layout.key} ({', '.join(page.layout.units)})"
             self._expected.setdefault(page.index, []).append(
-                self._pool.reserve(nbytes, "gradients", what)
+                self._memory.reserve(nbytes, "gradients", what)
             )
-            self._leaving.expect(page)
+            if not self._stays:
+                self._leaving.expect(page)
 
     def arrive(self, page: Page, param: int, grad: torch.Tensor, needed: int) -> bool:
         """Take a gradient from autograd; True when all `needed` of this backward have arrived."""
@@ -162,7 +176,7 @@ class Gradients:
             self.expect(page)
             self._early.add(page.index)
         arriving = self._arriving.setdefault(page.index, [])
-        if self._link.unified:
+        if self._stays:
             arriving.append((param, grad))
         else:
             mine = self._grads[page.index]._ram[param] if page.index in self._grads else None
@@ -210,13 +224,13 @@ class Gradients:
         held = self._grads.setdefault(page.index, PageGrads([None] * len(page.layout.params)))
         if nbytes and page.index not in self._resident and not held.reservations:
             what = f"the gradients of page {page.layout.key} ({', '.join(page.layout.units)})"
-            held.reservations.append(self._pool.reserve(nbytes, "gradients", what))
+            held.reservations.append(self._memory.reserve(nbytes, "gradients", what))
         return held
 
     def add(self, page: Page, param: int, grad: torch.Tensor) -> None:
         """Add a gradient to what the open `page` holds."""
         held, spec = self._grads[page.index], page.layout.params[param]
-        if self._link.unified:
+        if self._stays:
             _add(held, param, grad, spec)
             return
         download = self._download(grad, spec, held._ram[param])
@@ -317,7 +331,7 @@ def _own(grad: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     if alone and (not spec.dense or _same_order(grad, spec)):
         return grad
     stride = spec.stride if spec.dense else contiguous_stride(spec.shape)
-    own = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device="cpu")
+    own = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device=grad.device)
     return own.copy_(grad)
 
 

@@ -67,7 +67,8 @@ class Outside:
         """Return whether the file of a page is not what its weights are."""
         run, entry = self._run, self._run.pool.entry(page)
         pending = run.steps.is_due(page) or run.worker.is_pending(page.index)
-        return pending or (entry is not None and entry.dirty)
+        dirty = entry is not None and entry.dirty
+        return pending or dirty or run.planes.is_ahead(page)
 
     def hide_pages(self, pages: list[Page]) -> None:
         """Let them show placeholders again; views that were taken live on."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Literal
 
 from mt_lightning.engine.build import Build
@@ -46,17 +47,27 @@ def choose_plan(
     if link is None or link.unified:
         return _choose_order(build, durability, layer_major, crosses=False, **common)
     common["copies_bytes"] = link.staging_bytes
-    on_device = plan_device(
+    place = partial(
+        plan_device,
         build,
         str(link.device),
         vram_limit_bytes(max_vram_gb, link),
         trains=facts["trains"],
         recompute=facts["recompute"],
     )
+    on_device = place()
     crosses = on_device.sweep_bytes > 0
     plan = _choose_order(build, durability, layer_major, crosses=crosses, **common)
+    if facts["trains"] and plan.in_ram and plan.durability == "checkpoint" and _is_plain(build):
+        on_device = place(at_home=True)
     # Graphs hold memory of the device.
     return dataclasses.replace(plan, on_device=on_device, graph_bytes=0)
+
+
+def _is_plain(build: Build) -> bool:
+    """Return whether optimizer state is kept as the optimizer sees it."""
+    layouts = [page.state_layout for page in build.table]
+    return not any(each.slots or each.formats or each.has_masters for each in layouts)
 
 
 def _choose_order(

@@ -10,6 +10,7 @@ from torch import nn
 from mt_lightning.engine.binding import Binder
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.commit import Committer
+from mt_lightning.engine.device_state import DeviceState
 from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.graphs.keeper import Keeper
 from mt_lightning.engine.inputs.place import place_inputs
@@ -66,6 +67,7 @@ class Runtime:
     spiller: Spiller
     graphs: Keeper
     inputs: InputTier
+    device_state: DeviceState | None
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
 
@@ -113,7 +115,10 @@ def start(
     binder = Binder(root, build, machine.link.device)
     resident = set(build.resident)
     leaving = Leaving(machine.link, planes, stats)
-    gradients = Gradients(build.table, pool, machine.link, leaving, resident)
+    there = planes if plan.on_device is not None and plan.on_device.updates else None
+    assert there is None or isinstance(there, DevicePool)
+    device_state = None if there is None else DeviceState(machine.link, there, stats)
+    gradients = Gradients(build.table, pool, machine.link, leaving, resident, there)
     held: list[tuple[Frame, Reservation]] = []
 
     def frame(nbytes: int) -> Frame:
@@ -137,8 +142,8 @@ def start(
     spiller = Spiller(machine.store, machine.io, stats, staging, range_bytes)
     lazy = plan.durability == "checkpoint"
     state = [
-        StateStream(machine.io, ring, frames, cached, keeps=lazy)
-        for frames in (streams, inline_streams)
+        StateStream(machine.io, ring, frames, cached, keeps=lazy, there=chunks)
+        for frames, chunks in ((streams, None), (inline_streams, device_state))
     ]
     updater, inline = (
         Updater(
@@ -164,12 +169,12 @@ def start(
         read_ahead=INPUTS_AHEAD if read_ahead is None else read_ahead,
     )
     write_back = WriteBack(
-        build.table, pool, machine.store, machine.io, state, resident, active=lazy
+        build.table, pool, machine.store, machine.io, state, resident, active=lazy, planes=planes
     )
     trained = [trained_by(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
     steps = Steps(
         build, trained, gradients, pool, worker, updater, inline, spiller, committer,
-        stats, set(plan.spilled), nonfinite, write_back, machine.clock,
+        stats, set(plan.spilled), nonfinite, write_back, machine.clock, there,
     )  # fmt: skip
     graphs = Keeper(plan.recompute, build, room, stats)
     if isinstance(planes, DevicePool):
@@ -200,6 +205,7 @@ def start(
         spiller=spiller,
         graphs=graphs,
         inputs=inputs,
+        device_state=device_state,
         held=held,
         resident=[],
     )
@@ -216,6 +222,8 @@ def stop(runtime: Runtime, machine: Machine) -> None:
     for entry in runtime.resident:
         runtime.pool.release(entry)
     runtime.resident.clear()
+    if runtime.device_state is not None:
+        runtime.device_state.close()
     runtime.planes.clear()
     runtime.pool.clear()
     for frame, reservation in runtime.held:

@@ -12,6 +12,9 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from mt_lightning.engine.device_state import DeviceState
 from mt_lightning.engine.spill import Ring
 from mt_lightning.optim.codec import StateCodec
 from mt_lightning.pages.sizes import align_up
@@ -32,6 +35,7 @@ class Loaded:
         resident: Whether the frame is the chunk's own.
         stream: What is read from disk where state is coded.
         read: The read, None when there is nothing to read.
+        there: Its state on the device, where it is stepped there.
     """
 
     chunk: Chunk
@@ -39,6 +43,14 @@ class Loaded:
     resident: bool = False
     stream: Frame | None = None
     read: Ticket | None = None
+    there: torch.Tensor | None = None
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """What the optimizer steps, as bytes."""
+        if self.there is not None:
+            return self.there
+        return None if self.frame is None else self.frame.tensor
 
 
 @dataclass
@@ -82,6 +94,7 @@ class StateStream:
         streams: Frames for coded chunks.
         resident: Frames of the chunks that stay, by page and chunk.
         keeps: Whether what stays is written by `write_back` only, not by every `store`.
+        there: The state of chunks that are stepped on a device; then all of them stay.
     """
 
     def __init__(
@@ -92,12 +105,14 @@ class StateStream:
         resident: Mapping[tuple[int, int], Frame],
         *,
         keeps: bool = False,
+        there: DeviceState | None = None,
     ) -> None:
         self._io = io
         self._ring = ring
         self._streams = streams
         self._resident = resident
         self._keeps = keeps
+        self._there = there
         self._valid: set[tuple[int, int]] = set()
         self._dirty: dict[tuple[int, int], StateCodec] = {}
 
@@ -105,6 +120,13 @@ class StateStream:
         """Distrust all state kept in RAM; it is read again."""
         self._valid.clear()
         self._dirty.clear()
+        if self._there is not None:
+            self._there.forget()
+
+    def come_home(self) -> None:
+        """Let frames of the host hold what was stepped on a device."""
+        if self._there is not None:
+            self._there.come_home()
 
     def writes(self, page: Page) -> bool:
         """Return whether an update of `page` writes to its state plane at once."""
@@ -182,6 +204,10 @@ class StateStream:
         elif loaded.read is None and page.state_layout.slots and not self._is_valid(page, loaded):
             # What lay in the frame before would only make the stream longer.
             loaded.frame.tensor[: loaded.chunk.nbytes].zero_()
+        if self._there is not None:
+            assert loaded.resident
+            key = page.index, loaded.chunk.index
+            loaded.there = self._there.bring(key, loaded.frame, loaded.chunk.nbytes)
 
     def _is_valid(self, page: Page, loaded: Loaded) -> bool:
         return (page.index, loaded.chunk.index) in self._valid
@@ -193,6 +219,8 @@ class StateStream:
             return Stored(None, 0)
         if loaded.resident and self._keeps:
             self._dirty[page.index, chunk.index] = codec
+            if self._there is not None:
+                self._there.stepped((page.index, chunk.index))
             self._keep(page, loaded, None)
             return Stored(None, 0)
         stored = self._write(page, name, chunk, frame, codec)

@@ -19,6 +19,7 @@ from mt_lightning.engine.clipping import Clipping
 from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients, PageGrads
 from mt_lightning.engine.held import held_finite, held_norms, skip_nonfinite
+from mt_lightning.engine.inline_updates import InlineUpdates
 from mt_lightning.engine.spill import Spiller
 from mt_lightning.engine.step_commits import StepCommits
 from mt_lightning.engine.trained import Trained
@@ -27,10 +28,11 @@ from mt_lightning.engine.worker import UpdateWorker
 from mt_lightning.engine.write_back import WriteBack
 from mt_lightning.optim.norm import Clip
 from mt_lightning.optim.shadow import Hyper, snapshot
+from mt_lightning.pager.device_pool import DevicePool
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
-from mt_lightning.tiers import ledger, spans
+from mt_lightning.tiers import ledger
 from mt_lightning.tiers.uninterrupted import uninterrupted
 
 
@@ -53,6 +55,7 @@ class Steps:
         nonfinite: str,
         write_back: WriteBack,
         clock: ledger.Clock,
+        there: DevicePool | None = None,
     ) -> None:
         self._build = build
         self._table = build.table
@@ -62,12 +65,15 @@ class Steps:
         self._worker = worker
         self._updater = updater
         self._inline = inline
+        self._inline_updates = InlineUpdates(pool, inline, there)
         self._spiller = spiller
         self._stats = stats
         self.spilled = spilled
         """Pages whose gradients go to disk; shortage of memory adds to them."""
         self._nonfinite = nonfinite
-        self._resident = set(build.resident)
+        inline_pages = build.resident if there is None else [page.index for page in build.table]
+        self._inline_pages = set(inline_pages)
+        """Pages that are updated by the training thread: those outside units, or on a device."""
         self._armed: int | None = None
         self._eager_clip = Clip()
         self._submitted: set[int] = set()
@@ -108,7 +114,7 @@ class Steps:
 
     def on_complete(self, page: Page) -> None:
         """Take note that `page` has all its gradients of this backward."""
-        if page.index in self._resident:
+        if page.index in self._inline_pages:
             return
         if self._armed is not None and page.layout.optimizer == self._armed:
             self._ready.append(page)
@@ -146,7 +152,7 @@ class Steps:
             return True
         for page in (*self._gradients.unfinished(), *self._ready, *self._gradients.in_ram()):
             entry = self._pool.entry(page)
-            if page.index in self._resident or (entry is not None and entry.pins):
+            if page.index in self._inline_pages or (entry is not None and entry.pins):
                 continue
             self._gradients.complete(page)
             part = self._gradients.take_ram(page)
@@ -225,7 +231,7 @@ class Steps:
             if grads is None:
                 continue
             due = Due(grads, hyper, clip)
-            if page.index in self._resident:
+            if page.index in self._inline_pages:
                 inline.append((page, due))
             elif eager:
                 self._submit(page, due)
@@ -237,7 +243,7 @@ class Steps:
         with uninterrupted():
             self.partial = True
             for page, due in inline:
-                self._update_now(page, due)
+                self._inline_updates.run(page, due, self._job)
             self._due.update(begun)
             self.count += 1
             self.partial = False
@@ -360,14 +366,6 @@ class Steps:
             if not self._worker.is_pending(page.index):
                 self._pool.release(entry)
             raise
-
-    @spans.spanned("update", ledger.UPDATE)
-    def _update_now(self, page: Page, due: Due) -> None:
-        """Update a resident page on this thread; it is tiny and no forward announces its use."""
-        entry = self._pool.open(page)
-        self._inline.update(self._job(page, due, entry))
-        due.grads.free()
-        self._pool.close(entry)
 
     def _job(self, page: Page, due: Due, entry: PoolEntry) -> PageUpdate:
         assert page.layout.optimizer is not None

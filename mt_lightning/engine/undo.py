@@ -26,6 +26,7 @@ def undo_partial_step(run: Runtime, io: IOQueue) -> int:
     finished = run.steps.count
     run.steps.reset()
     run.build.table.rollback()
+    run.planes.forget_updates()
     for page in run.build.table:
         if page.index not in run.build.resident and not run.binder.is_bound(page):
             run.planes.changes(page)

@@ -17,11 +17,11 @@ import torch
 from mt_lightning.engine.build import Members
 from mt_lightning.engine.gradients import PageGrads, flat
 from mt_lightning.engine.masters.halves import Half
+from mt_lightning.engine.small_state import small_values, take_small
 from mt_lightning.engine.spill import Spiller
 from mt_lightning.engine.state_stream import Loaded, StateStream, Stored, settle
 from mt_lightning.engine.trained import Trained
 from mt_lightning.engine.weight_writer import WeightWriter
-from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import Clip, all_finite
 from mt_lightning.optim.shadow import Hyper, Target
 from mt_lightning.pager.pool import PoolEntry
@@ -31,8 +31,6 @@ from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.io import IOQueue
 from mt_lightning.tiers.spans import Span
 from mt_lightning.tiers.store import Store
-
-_LARGEST_SMALL_NUMEL = 64
 
 
 @dataclass
@@ -47,6 +45,7 @@ class PageUpdate:
         trained: The optimizer.
         hyper: Frozen hyper-parameters.
         clip: What clipping does.
+        plane: The weights on the device, where they are updated there.
     """
 
     page: Page
@@ -56,6 +55,12 @@ class PageUpdate:
     trained: Trained
     hyper: Hyper
     clip: Clip
+    plane: torch.Tensor | None = None
+
+    @property
+    def weights(self) -> torch.Tensor:
+        """What is stepped, `[nbytes]` uint8."""
+        return self.entry.frame.tensor if self.plane is None else self.plane
 
 
 @dataclass(frozen=True)
@@ -209,7 +214,7 @@ class Updater:
         if writes_state:
             lengths = [s.length for s in stored] if page.state_layout.slots else []
             page.state.advance(slot, [s.sums for s in stored], lengths)
-        job.entry.dirty |= weights is None
+        job.entry.dirty |= weights is None and job.plane is None
         page.small = small
         page.version += 1
 
@@ -261,26 +266,22 @@ class Updater:
             if grad is None:
                 continue
             spec, before = page.layout.params[segment.param], page.small[segment.param]
-            plane = job.entry.frame.tensor
+            plane, group = job.weights, job.members.groups[segment.param]
             if page.state_layout.sliced:
                 param = spec.flat(plane)[segment.start : segment.stop]
             else:
                 param = spec.view(plane)
-            tensors = self._state_views(page, segment, loaded.frame, before)
+            tensors = self._state_views(page, segment, loaded.memory, before)
             if MASTER_REST in tensors:
                 halves.append(Half(param, tensors.pop(MASTER_REST)))
                 param, grad = halves[-1].master(), grad.float()
             state = {
-                **{
-                    k: v.clone() if isinstance(v, torch.Tensor) else v
-                    for k, v in before.values.items()
-                },
+                **small_values(before, job.hyper.groups[group], plane.device),
                 **{key: tensors[key] for key in before.present if key != MASTER_REST},
             }
             if packed:
                 state = {**state, **tensors}
             position = job.members.positions[segment.param]
-            group = job.members.groups[segment.param]
             targets.append(Target(param, grad, group, state, position, segment.start))
             done.append((segment, tensors))
         if targets:
@@ -290,7 +291,7 @@ class Updater:
             for half, target in zip(halves, targets, strict=bool(halves)):
                 half.take(target.param)
             for (segment, tensors), state in zip(done, after, strict=True):
-                kept = _keep(page.layout.params[segment.param].name, state, tensors)
+                kept = take_small(page.layout.params[segment.param].name, state, tensors)
                 if halves:
                     kept = ParamState((*kept.present, MASTER_REST), kept.values)
                 small[segment.param] = kept
@@ -316,12 +317,12 @@ class Updater:
 
     @staticmethod
     def _state_views(
-        page: Page, segment: Segment, frame: Frame | None, before: ParamState
+        page: Page, segment: Segment, memory: torch.Tensor | None, before: ParamState
     ) -> dict[str, torch.Tensor]:
         views = {}
         for part in segment.parts:
-            assert frame is not None
-            values = part.of(frame.tensor)
+            assert memory is not None
+            values = part.of(memory)
             if page.state_layout.formats and part.key not in before.present:
                 values.zero_()
             if part.shape is not None:
@@ -354,24 +355,3 @@ class Updater:
     def _prepare(self, name: str, nbytes: int, *, keep: bool = False) -> None:
         self._store.prepare_write(name, nbytes, keep=keep)
         self.touched.add(name)
-
-
-def _keep(name: str, state: dict[str, object], tensors: dict[str, torch.Tensor]) -> ParamState:
-    """Split a parameter's new state into what lies in the frame and what is small."""
-    present, values = [], {}
-    for key, value in state.items():
-        target = tensors.get(key)
-        if target is not None and isinstance(value, torch.Tensor):
-            if value.data_ptr() != target.data_ptr():
-                target.copy_(value.view_as(target))
-            present.append(key)
-        elif isinstance(value, torch.Tensor) and value.numel() > _LARGEST_SMALL_NUMEL:
-            raise StepError(
-                f"the optimizer began to keep {key!r} ({value.numel()} values) for {name}, for "
-                f"which no "
-                "room was laid out at start. Set the hyper-parameter that needs it from the "
-                "beginning."
-            )
-        else:
-            values[key] = value
-    return ParamState(tuple(present), values)

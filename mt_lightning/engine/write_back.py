@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
+import torch
+
 from mt_lightning.engine.state_stream import StateStream, wait_for_all
+from mt_lightning.pager.planes import Planes
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pages.table import PageTable, Plane
 from mt_lightning.tiers.io import IOQueue
@@ -29,6 +32,7 @@ class WriteBack:
         streams: State in RAM.
         resident: Pages that no unit holds.
         active: Whether updates leave anything in RAM.
+        planes: Where units compute, and may be updated.
     """
 
     def __init__(
@@ -41,6 +45,7 @@ class WriteBack:
         resident: Collection[int],
         *,
         active: bool,
+        planes: Planes,
     ) -> None:
         self._table = table
         self._pool = pool
@@ -50,6 +55,7 @@ class WriteBack:
         self._resident = frozenset(resident)
         self._held: list[PoolEntry] | None = None
         self.active = active
+        self._planes = planes
 
     def hold(self) -> Callable[[], None]:
         """Keep in RAM what a `write` on the update worker will find; called by the training thread.
@@ -60,6 +66,7 @@ class WriteBack:
         if not self.active:
             return lambda: None
         assert self._held is None
+        self._come_home()
         held = self._pool.entries()
         for entry in held:
             # User code may write to these at any time, also while another thread reads them.
@@ -76,6 +83,13 @@ class WriteBack:
 
         return let_go
 
+    def _come_home(self) -> None:
+        """Have on the host what was updated on a device; called by the training thread."""
+        with torch.inference_mode(False), torch.no_grad():
+            self._planes.come_home()
+            for stream in self._streams:
+                stream.come_home()
+
     def write(self) -> set[str]:
         """Write all that is dirty and make it current; no update runs meanwhile.
 
@@ -88,6 +102,8 @@ class WriteBack:
         touched, self._pool.written = self._pool.written, set()
         if not self.active:
             return touched
+        if self._held is None:
+            self._come_home()
 
         def prepare(plane: Plane, slot: int) -> str:
             name = f"{plane.key}.{slot}"

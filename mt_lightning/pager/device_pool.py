@@ -1,7 +1,8 @@
 """Weight planes in device memory: a cache of pages, filled ahead of their use.
 
-[Note: the device's copy is clean] Only the update changes weights, and it does so on the host. A
-plane on the device can be dropped at no cost, and is brought anew once its page has changed. What
+[Note: the device's copy is clean] Only the update changes weights, and it does so on the host,
+unless all of a run fits the device: see `home`. A plane on the device can be dropped at no cost
+then, and is brought anew once its page has changed. What
 has not changed (between the batches of a step, in evaluation, frozen layers) stays and is not
 brought again as long as there is room; with room for the whole model each page is brought once per
 update.
@@ -21,6 +22,8 @@ import torch
 
 from mt_lightning.errors import BudgetError
 from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.device_entry import DeviceEntry
+from mt_lightning.pager.entry import drop_idle
 from mt_lightning.pager.planes import Planes
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pager.replacement import NextUse, choose, choose_ahead, nothing_known
@@ -28,59 +31,8 @@ from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.device_arena import DeviceArena
 from mt_lightning.tiers.ledger import MEMORY
-from mt_lightning.tiers.link import DeviceFrame, Link, Upload
+from mt_lightning.tiers.link import Link
 from mt_lightning.tiers.spans import Span
-
-
-class DeviceEntry:
-    """One page's weights on the device.
-
-    Attributes:
-        page: The page.
-        frame: Its memory.
-        reservation: Its bytes of the budget.
-        pins: How many users forbid eviction.
-        stale: Whether the page has changed since.
-        behind_update: Whether the copy waits for an update, whose version it will hold.
-        upload: The copy, until compute waits for it.
-        source: The frame on the host, as long as the copy may read it.
-        dirty: False: only the host's copy is ever written.
-    """
-
-    dirty = False
-
-    def __init__(self, page: Page, frame: DeviceFrame, reservation: Reservation) -> None:
-        self.page = page
-        self.frame = frame
-        self.reservation = reservation
-        self.pins = 0
-        self.stale = False
-        self.version = page.version
-        self.behind_update = False
-        self.upload: Upload | None = None
-        self.source: PoolEntry | None = None
-
-    def is_of(self, version: int) -> bool:
-        """Return whether it holds that version of the page, known to be the last one."""
-        if self.behind_update:
-            # It was brought behind the update that has ended by now.
-            self.version, self.behind_update = version, False
-        return not self.stale and self.version == version
-
-    @property
-    def index(self) -> int:
-        """Number of the page."""
-        return self.page.index
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are free once it is given up."""
-        return self.reservation.nbytes
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody needs it now."""
-        return not self.pins and not self.frame.in_use()
 
 
 class DevicePool(Planes):
@@ -245,6 +197,7 @@ class DevicePool(Planes):
         if entry.upload is not None:
             self._link.taken(entry.upload)
             self._let_go(entry)
+        self._save(entry)
         entry.stale = True
         if not entry.pins:
             self._drop(entry)
@@ -266,11 +219,71 @@ class DevicePool(Planes):
     def _bring_home(self, entry: DeviceEntry, source: PoolEntry) -> None:
         """Copy to the host what user code has written to a page that is kept."""
         source.wait()
+        source.dirty |= entry.dirty
+        entry.dirty = False
         into = torch.empty_like(source.frame.tensor)
         # A copy: what was handed to the link is no longer ours.
         self._link.done(self._link.download(entry.frame.tensor.clone(), into))
         if not torch.equal(into, source.frame.tensor):
             source.frame.tensor.copy_(into)
+
+    # -- updates on the device --------------------------------------------------------------------
+    def begin_update(self, page: Page) -> torch.Tensor:
+        """Return the plane of a page that was brought, to be updated by compute."""
+        entry = self._entries[page.index]
+        self._settle(entry)
+        if page.index not in self._kept and entry.frame.in_use():
+            # Somebody still looks at the old weights.
+            old = DeviceEntry(page, entry.frame, entry.reservation)
+            reservation = self.reserve(page.layout.nbytes, "weights", f"page {page.layout.key}")
+            entry.frame, entry.reservation = self._arena.alloc(page.layout.nbytes), reservation
+            self._held_bytes += page.layout.nbytes
+            entry.frame.tensor.copy_(old.frame.tensor)
+            self._orphans.append(old)
+        return entry.frame.tensor
+
+    def end_update(self, page: Page) -> None:
+        """Take note that compute has been given what makes the next version of a page."""
+        self._entries[page.index].was_updated()
+
+    def is_ahead(self, page: Page) -> bool:
+        """Return whether the device alone has the last version of a page."""
+        entry = self._entries.get(page.index)
+        return entry is not None and entry.dirty
+
+    def come_home(self) -> None:
+        """Copy to the host what the device alone has."""
+        ends = [self._begin_save(entry) for entry in self._entries.values() if entry.dirty]
+        for end in ends:
+            end()
+
+    def forget_updates(self) -> None:
+        """Distrust what the device alone has."""
+        for entry in self._entries.values():
+            entry.stale |= entry.dirty
+            entry.dirty = False
+
+    def _save(self, entry: DeviceEntry) -> None:
+        if entry.dirty:
+            self._begin_save(entry)()
+
+    def _begin_save(self, entry: DeviceEntry) -> Callable[[], None]:
+        """Begin to copy a plane to its frame on the host; return what waits for it."""
+        page = entry.page
+        source = self._pool.pin(page)
+        source.wait()
+        if page.index not in self._kept and source.frame.in_use():
+            source = self._pool.copy_on_write(page)
+        # A view, which the link leaves as it is.
+        download = self._link.download(entry.frame.tensor.view(-1), source.frame.tensor)
+        self._stats.bytes_returned += entry.nbytes
+
+        def end() -> None:
+            self._link.done(download)
+            source.dirty, entry.dirty = True, False
+            self._pool.release(source)
+
+        return end
 
     # -- room -------------------------------------------------------------------------------------
     def make_room(self, nbytes: int, what: str) -> None:
@@ -318,14 +331,7 @@ class DevicePool(Planes):
     def can_reserve(self, nbytes: int) -> bool:
         """Drop planes that nobody uses until `nbytes` can be reserved; False where it cannot."""
         self._collect_orphans()
-        idle_bytes = sum(entry.nbytes for entry in self._entries.values() if entry.idle)
-        if self.budget.available_bytes + idle_bytes < nbytes:
-            return False
-        while self.budget.available_bytes < nbytes:
-            victim = choose(self._entries.values(), self.next_use)
-            assert victim is not None
-            self._drop(victim)
-        return True
+        return drop_idle(self._entries.values, self.next_use, self.budget, nbytes, self._drop)
 
     def reset(self) -> None:
         """End every use but that of pages that are kept."""
@@ -337,6 +343,7 @@ class DevicePool(Planes):
     def clear(self) -> None:
         """Forget every plane; one that somebody still looks at lives on until they are done."""
         self._kept.clear()
+        self.forget_updates()
         self.reset()
         self._collect_orphans()
         self._arena.close()
@@ -348,6 +355,7 @@ class DevicePool(Planes):
         with contextlib.suppress(Exception):
             self._settle(entry)
         self._let_go(entry)
+        self._save(entry)
         del self._entries[entry.index]
         if entry.frame.in_use():
             self._orphans.append(entry)

@@ -60,6 +60,18 @@ class Planes(ABC):
         """Make room where it computes, beside the planes; None where that is the host's."""
 
     @abstractmethod
+    def is_ahead(self, page: Page) -> bool:
+        """Return whether the last version of a page is here alone."""
+
+    @abstractmethod
+    def come_home(self) -> None:
+        """Let frames of the host hold the last version of every page."""
+
+    @abstractmethod
+    def forget_updates(self) -> None:
+        """Distrust versions that are here alone."""
+
+    @abstractmethod
     def relieve(self) -> bool:
         """Give host memory back that copies under way hold; False where there are none."""
 
@@ -110,6 +122,16 @@ class HostPlanes(Planes):
     def reserve(self, nbytes: int, purpose: str, what: str) -> Reservation | None:
         """Return None."""
         return None
+
+    def is_ahead(self, page: Page) -> bool:
+        """Return False."""
+        return False
+
+    def come_home(self) -> None:
+        """Do nothing."""
+
+    def forget_updates(self) -> None:
+        """Do nothing."""
 
     def relieve(self) -> bool:
         """Return False."""

@@ -18,6 +18,7 @@ from collections.abc import Callable, Container
 
 from mt_lightning.errors import BudgetError
 from mt_lightning.pager.budget import Budget, Reservation
+from mt_lightning.pager.entry import Entry, drop_idle
 from mt_lightning.pager.kept_heap import FRAMED, KeptHeap
 from mt_lightning.pager.replacement import NextUse, choose, choose_ahead, nothing_known
 from mt_lightning.pager.stats import Stats
@@ -31,40 +32,18 @@ from mt_lightning.tiers.store import Store
 from mt_lightning.tiers.uninterrupted import uninterrupted
 
 
-class PoolEntry:
-    """One page's weights in RAM.
+class PoolEntry(Entry[Frame]):
+    """One page's weights in RAM; dirty where no slot has them.
 
     Attributes:
-        page: The page.
-        frame: Its memory.
-        pins: How many users forbid eviction.
-        dirty: Whether the frame holds bytes that no slot has.
         ahead: Whether it was read ahead and has not been used since.
+        read: What fills the frame.
     """
 
     def __init__(self, page: Page, frame: Frame, reservation: Reservation) -> None:
-        self.page = page
-        self.frame = frame
-        self.reservation = reservation
-        self.pins = 0
-        self.dirty = False
+        super().__init__(page, frame, reservation)
         self.ahead = False
         self.read: Ticket | None = None
-
-    @property
-    def index(self) -> int:
-        """Number of the page."""
-        return self.page.index
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are free once the frame is given up."""
-        return self.reservation.nbytes
-
-    @property
-    def idle(self) -> bool:
-        """Whether nobody needs the frame now."""
-        return not self.pins and not self.frame.in_use()
 
     def wait(self) -> None:
         """Block until the weights have been read and checked."""
@@ -204,16 +183,7 @@ class WeightPool:
         Returns:
             False where that is not enough; then none is dropped.
         """
-        if self._budget.available_bytes >= nbytes:
-            return True
-        idle_bytes = sum(entry.nbytes for entry in self._entries.values() if entry.idle)
-        if self._budget.available_bytes + idle_bytes < nbytes:
-            return False
-        while self._budget.available_bytes < nbytes:
-            victim = self._victim()
-            assert victim is not None
-            self._evict(victim)
-        return True
+        return drop_idle(self._entries.values, self.next_use, self._budget, nbytes, self._evict)
 
     def reserve(self, nbytes: int, purpose: str, what: str) -> Reservation:
         """Make room and reserve."""

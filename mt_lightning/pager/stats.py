@@ -54,6 +54,8 @@ class Stats:
         bytes_uploaded: Bytes of weights copied to the device.
         uploads_ahead: Copies of weights to the device begun ahead of need.
         bytes_downloaded: Bytes of gradients copied from the device.
+        bytes_returned: Bytes of weights and optimizer state that were updated on the device, copied
+            from it.
         vram_peak_bytes: Most bytes ever reserved on the device.
         ram_used_bytes: Bytes reserved now.
         ram_peak_bytes: Most bytes ever reserved.
@@ -99,6 +101,7 @@ class Stats:
     bytes_uploaded: int = 0
     uploads_ahead: int = 0
     bytes_downloaded: int = 0
+    bytes_returned: int = 0
     vram_peak_bytes: int = 0
     ram_used_bytes: int = 0
     ram_peak_bytes: int = 0

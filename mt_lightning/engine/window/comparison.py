@@ -63,7 +63,14 @@ class Comparison(WindowSums):
 
     def __init__(self, run: Runtime, link: Link, learned: Learned, num_micros: int) -> None:
         leaving = Leaving(link, run.planes, Stats())
-        mine = Gradients(run.build.table, run.pool, link, leaving, set(run.build.resident))
+        mine = Gradients(
+            run.build.table,
+            run.pool,
+            link,
+            leaving,
+            set(run.build.resident),
+            run.gradients.there,
+        )
         super().__init__(run, mine)
         self.findings = Findings()
         self._learned = learned

@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 
 from mt_lightning.callbacks.bottleneck import Situation
 from mt_lightning.engine.engine import Engine
-from mt_lightning.engine.machine import ram_limit_bytes
+from mt_lightning.engine.memory import ram_limit_bytes
 
 
 def situation(trainer: Trainer, engine: Engine) -> Situation:

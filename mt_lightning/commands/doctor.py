@@ -16,7 +16,7 @@ import torch
 
 from mt_lightning.commands.drive import diagnose_drive
 from mt_lightning.commands.finding import Finding, Status
-from mt_lightning.engine.machine import GIB, cgroup_free_bytes, ram_limit_bytes
+from mt_lightning.engine.memory import GIB, cgroup_free_bytes, ram_limit_bytes
 
 _FEW_OPEN_FILES = 512
 _SMALL_RAM_BYTES = 2 * GIB

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mt_lightning.commands.plan.model import root_of, worker_for
-from mt_lightning.engine.machine import RAM_SHARE, ram_limit_bytes
+from mt_lightning.engine.memory import RAM_SHARE, ram_limit_bytes
 from mt_lightning.engine.options import Options
 from mt_lightning.errors import BudgetError, ConfigError, StorageError
 from mt_lightning.huggingface.text_data import TextDataModule

@@ -10,7 +10,6 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import BudgetError
 from mt_lightning.pages.sizes import align_up
-from mt_lightning.tiers.link import Link
 
 GIB = 1 << 30
 VRAM_SHARE = 0.7
@@ -77,11 +76,10 @@ class DevicePlan:
         return rows
 
 
-def vram_limit_bytes(max_vram_gb: float | None, link: Link) -> int:
+def vram_limit_bytes(max_vram_gb: float | None, free: int | None) -> int:
     """Return the device budget in bytes: what was given, or most of what is free."""
     if max_vram_gb is not None:
         return int(max_vram_gb * GIB)
-    free = link.free_bytes()
     return 1 << 62 if free is None else int(VRAM_SHARE * free)
 
 

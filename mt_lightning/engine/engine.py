@@ -26,8 +26,9 @@ from mt_lightning.engine.executor import Executor
 from mt_lightning.engine.facade import OptimizerFacade
 from mt_lightning.engine.hooks import Removable, attach_hooks
 from mt_lightning.engine.importing import create_files, file_sizes, take_planes
-from mt_lightning.engine.machine import Machine, check_disk, max_disk_bytes, ram_limit_bytes
+from mt_lightning.engine.machine import Machine, check_disk, max_disk_bytes
 from mt_lightning.engine.masters.carried import Rests, carried_rests, named_rests
+from mt_lightning.engine.memory import budget_bytes
 from mt_lightning.engine.optimizer_state import export_state
 from mt_lightning.engine.options import Options
 from mt_lightning.engine.parking import Parking
@@ -224,7 +225,7 @@ class Engine:
         plan = choose_plan(
             build,
             self.options.durability,
-            ram_limit_bytes=ram_limit_bytes(self.options.max_ram_gb),
+            ram_limit_bytes=budget_bytes(self.options, self.machine.link),
             directories=self.machine.directories,
             schedule=schedule,
             micro_batches=micro_batches,

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from mt_lightning.engine.options import OnExisting
@@ -40,8 +39,6 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
-RAM_SHARE = 0.8
-"""Of the memory that is free: the budget where none is given."""
 _DISK_MARGIN_BYTES = 1 << 30
 _RECORDS = ("commit.0", "commit.1")
 LAYOUT_NAME = "layout-{}.json"
@@ -286,47 +283,9 @@ def remove_directories(directories: Sequence[str]) -> None:
             directory.parent.rmdir()  # only succeeds when no other run lies beside it
 
 
-def ram_limit_bytes(max_ram_gb: float | None) -> int:
-    """Return the host budget in bytes: what was given, or 80 % of what is free."""
-    if max_ram_gb is not None:
-        return int(max_ram_gb * GIB)
-    free = psutil.virtual_memory().available
-    cgroup = cgroup_free_bytes()
-    return int(RAM_SHARE * (free if cgroup is None else min(free, cgroup)))
-
-
 def max_disk_bytes(max_disk_gb: float | None) -> int | None:
     """Return the ceiling on disk in bytes, None for what is free."""
     return None if max_disk_gb is None else int(max_disk_gb * GIB)
-
-
-def cgroup_free_bytes() -> int | None:
-    """Return what this process's memory cgroups leave free, None where none sets a limit."""
-    free = []
-    for line in _read(Path("/proc/self/cgroup")).splitlines():
-        _, controllers, group = line.split(":", 2)
-        if controllers not in ("", "memory"):
-            continue
-        root = Path("/sys/fs/cgroup") / controllers
-        limit, usage = ("memory.max", "memory.current")
-        if controllers:
-            limit, usage = ("memory.limit_in_bytes", "memory.usage_in_bytes")
-        inner = root / group.strip("/")
-        for place in (inner, *inner.parents):
-            most, used = _read(place / limit).strip(), _read(place / usage).strip()
-            if most.isdigit() and used.isdigit() and int(most) < 1 << 60:
-                free.append(max(0, int(most) - int(used)))
-            if place == root:
-                break
-    return min(free, default=None)
-
-
-def _read(path: Path) -> str:
-    """Return a file of the kernel's, empty where there is none."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
 
 
 def check_disk(

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.device_plan import plan_device, vram_limit_bytes
+from mt_lightning.engine.memory import device_free_bytes
 from mt_lightning.engine.plan import Plan, make_plan
 from mt_lightning.errors import BudgetError
 from mt_lightning.tiers.link import Link
@@ -51,7 +52,7 @@ def choose_plan(
         plan_device,
         build,
         str(link.device),
-        vram_limit_bytes(max_vram_gb, link),
+        vram_limit_bytes(max_vram_gb, device_free_bytes(link, facts["ram_limit_bytes"])),
         trains=facts["trains"],
         recompute=facts["recompute"],
     )

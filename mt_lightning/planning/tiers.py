@@ -9,7 +9,7 @@ from torch import nn
 from mt_lightning.engine.build import Build, build_pages
 from mt_lightning.engine.graphs.choice import Choice
 from mt_lightning.engine.importing import file_sizes
-from mt_lightning.engine.machine import RAM_SHARE
+from mt_lightning.engine.memory import RAM_SHARE
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.plan_choice import choose_plan
 from mt_lightning.engine.units import Unit, find_units

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from mt_lightning.engine.machine import ram_limit_bytes
+from mt_lightning.engine.memory import ram_limit_bytes
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import BudgetError
 from mt_lightning.planning.machines import GIB

@@ -59,6 +59,7 @@ class AcceleratorLink(Link):
     ) -> None:
         self._device = device
         self.device = device.torch_device
+        self.shared = device.shared
         self.staging_bytes = 2 * num_pieces * piece_bytes
         self._to_device = device.stream("upload")
         self._to_host = device.stream("download")

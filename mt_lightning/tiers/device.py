@@ -8,16 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
-import psutil
 import torch
 
 from mt_lightning.tiers.arena import Frame
 from mt_lightning.tiers.uninterrupted import uninterrupted
 
 log = logging.getLogger(__name__)
-
-_LEFT_BY_HOST = 0.2
-"""Of the memory that is free, where no max_ram_gb is given: that takes the rest."""
 
 
 class Outcome(Protocol):
@@ -43,6 +39,8 @@ class Device(ABC):
     """One accelerator. Streams and events are its own kind of objects, handed back to it only."""
 
     torch_device: torch.device
+    shared = False
+    """Whether its memory is the host's, so that both take from the same bytes."""
 
     @abstractmethod
     def stream(self, what: str) -> Any:
@@ -124,6 +122,12 @@ class _Thread(Lane):
         self._pool.shutdown(wait=True)
 
 
+def is_integrated(device: torch.device) -> bool:
+    """Return whether a device has no memory of its own, by what torch says of it."""
+    module = torch.get_device_module(device)
+    return bool(getattr(module.get_device_properties(device), "is_integrated", False))
+
+
 class TorchDevice(Device):
     """An accelerator that torch knows: CUDA, ROCm, XPU.
 
@@ -133,6 +137,7 @@ class TorchDevice(Device):
 
     def __init__(self, device: torch.device) -> None:
         self.torch_device = device
+        self.shared = is_integrated(device)
         self._locked: list[Frame] = []
         self._pageable = False
 
@@ -215,14 +220,8 @@ class TorchDevice(Device):
         return _Thread(what)
 
     def free_bytes(self) -> int:
-        """Ask the driver; of memory that is the host's too, only what the host's budget leaves."""
-        free_bytes = torch.accelerator.get_memory_info(self.torch_device)[0]
-        if self.torch_device.type == "cuda":
-            properties: Any = torch.cuda.get_device_properties(self.torch_device)
-            if getattr(properties, "is_integrated", False):
-                left = _LEFT_BY_HOST * psutil.virtual_memory().available
-                free_bytes = min(free_bytes, int(left))
-        return free_bytes
+        """Ask the driver."""
+        return torch.accelerator.get_memory_info(self.torch_device)[0]
 
     def close(self) -> None:
         """Unlock what was locked."""

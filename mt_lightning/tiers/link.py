@@ -77,6 +77,8 @@ class Link(ABC):
     """Where the model computes."""
     staging_bytes: int = 0
     """Host memory that copies pass through."""
+    shared: bool = False
+    """Whether the device has no memory of its own: frames there take bytes of the host."""
 
     @abstractmethod
     def free_bytes(self) -> int | None:

@@ -70,6 +70,7 @@ class WatchedLink(Link):
         self.unified = inner.unified
         self.device = inner.device
         self.staging_bytes = inner.staging_bytes
+        self.shared = inner.shared
         self._watch = watch
 
     def free_bytes(self) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 import mt_lightning as mt
+from mt_lightning.engine import memory
 from mt_lightning.engine.on_device import give_rng, move_buffers, take_rng
 from mt_lightning.paging.checks import device_of
 from mt_lightning.plugins.device import refuse_devices
+from mt_lightning.tiers.device import is_integrated
 
 from ..graphs.nets import Net, assert_same, fit
 from .fake import FakeDevice
@@ -80,6 +83,51 @@ def test_without_a_number_most_of_what_is_free_is_used(tmp_path: Path) -> None:
     assert strategy.engine.plan.on_device is not None
     assert strategy.engine.plan.on_device.limit_bytes == 7_000_000
     assert strategy.engine.plan.on_device.holds_all
+
+
+class Integrated(FakeDevice):
+    """Has no memory of its own."""
+
+    shared = True
+
+
+def budgets(root: Path, **options: float) -> tuple[int, int]:
+    """Return the budgets of host and device on a machine with one memory."""
+    strategy = mt.MegaTrainStrategy(_link=fake_link(0, Integrated), **options)  # pyright: ignore[reportArgumentType]
+    fit(Net(), root, strategy)
+    assert strategy.engine is not None
+    plan = strategy.engine.plan
+    assert plan is not None
+    assert plan.on_device is not None
+    return plan.ram_limit_bytes, plan.on_device.limit_bytes
+
+
+def test_host_and_device_share_what_is_free_where_they_have_one_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: GIB)
+    assert budgets(tmp_path) == (int(0.8 * GIB), int(0.7 * (GIB - int(0.8 * GIB))))
+    assert budgets(tmp_path, max_ram_gb=0.5) == (GIB // 2, int(0.7 * (GIB // 2)))
+    assert budgets(tmp_path, max_vram_gb=0.5) == (int(0.8 * (GIB // 2)), GIB // 2)
+
+
+def test_budgets_above_the_one_memory_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "host_free_bytes", lambda: GIB)
+    budgets(tmp_path, max_ram_gb=0.6, max_vram_gb=0.3)
+    assert "one memory" not in caplog.text
+    budgets(tmp_path, max_ram_gb=0.6, max_vram_gb=0.6)
+    assert "max_ram_gb=0.600 and max_vram_gb=0.600 are taken from one memory" in caplog.text
+
+
+def test_an_integrated_device_is_known_by_its_properties(monkeypatch: pytest.MonkeyPatch) -> None:
+    for integrated in (True, False):
+        properties = SimpleNamespace(is_integrated=integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, p=properties: p)
+        assert is_integrated(torch.device("cuda", 0)) == integrated
+    monkeypatch.setattr(torch.xpu, "get_device_properties", lambda _: SimpleNamespace())
+    assert not is_integrated(torch.device("xpu", 0))
 
 
 def test_staging_is_part_of_the_host_budget(tmp_path: Path) -> None:

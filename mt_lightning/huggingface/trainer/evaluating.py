@@ -15,7 +15,7 @@ from transformers import EvalPrediction, TrainingArguments
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import denumpify_detensorize, speed_metrics
 
-from mt_lightning.engine.machine import ram_limit_bytes
+from mt_lightning.engine.memory import ram_limit_bytes
 from mt_lightning.errors import BudgetError
 from mt_lightning.huggingface.trainer.flow import Flow
 from mt_lightning.huggingface.trainer.module import TrainerModule

@@ -13,8 +13,8 @@ download: takes gradients away while compute runs the backward of the units befo
 3. A download waits for the compute that was started before it: the gradient is made by that.
 4. A gradient's storage is held until its download has run; only then may the caching allocator,
    which knows of the compute stream alone, hand it out again.
-5. A staging buffer is filled again once the copy out of it has run, and read once the copy into it
-   has.
+5. A staging buffer is filled again, or given back, once the copy out of it has run, and read once
+   the copy into it has.
 6. A frame goes back to the caching allocator only after compute has been made to wait for every
    upload into it: the allocator takes memory as free for whatever compute does next.
 
@@ -175,6 +175,9 @@ class AcceleratorLink(Link):
         """End both threads and let go of all memory."""
         self._up.close()
         self._down.close()
+        for _, copied in self._filled:
+            if copied is not None:
+                self._device.block(copied)  # the device may still read it
         self._filled.clear()
         self._drained.clear()
         self._device.close()

@@ -220,8 +220,10 @@ class TorchDevice(Device):
         return _Thread(what)
 
     def free_bytes(self) -> int:
-        """Ask the driver."""
-        return torch.accelerator.get_memory_info(self.torch_device)[0]
+        """Ask the driver, and torch: what it keeps for later is free as well."""
+        module, device = torch.get_device_module(self.torch_device), self.torch_device
+        kept = module.memory_reserved(device) - module.memory_allocated(device)
+        return module.mem_get_info(device)[0] + kept
 
     def close(self) -> None:
         """Unlock what was locked."""

@@ -42,9 +42,10 @@ class Block(nn.Module):
 class Net(LightningModule):
     """A stack of blocks, and a parameter and a buffer outside of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimizer: Any = torch.optim.AdamW, **settings: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self._optimizer, self._settings = optimizer, settings
         self.layers = nn.ModuleList(Block() for _ in range(NUM_LAYERS))
         self.scale = nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("shift", torch.full((WIDTH,), 0.1))
@@ -62,7 +63,7 @@ class Net(LightningModule):
         return (self(batch) - batch.roll(1, -1)).pow(2).mean()
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=LR)
+        return self._optimizer(self.parameters(), lr=LR, **self._settings)
 
 
 def data() -> Tensor:

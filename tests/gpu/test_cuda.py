@@ -136,6 +136,90 @@ def test_a_plain_loop_on_pages_gives_the_same_bits(starts_on: str, tmp_path: Pat
     assert_same(module, train_reference(CUDA))
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize(
+    ("optimizer", "settings"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"fused": True}),
+        (torch.optim.AdamW, {"amsgrad": True, "foreach": False}),
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.Adafactor, {}),
+    ],
+)
+def test_what_fits_is_trained_as_by_plain_lightning_there(
+    optimizer: Any, settings: dict[str, Any], clip_norm: float | None, tmp_path: Path
+) -> None:
+    plain, module = Net(optimizer, **settings), Net(optimizer, **settings)
+    fit(plain, "auto", tmp_path / "plain", gradient_clip_val=clip_norm, **SETTINGS)
+    strategy = mt.MegaTrainStrategy()
+    fit(module, strategy, tmp_path / "paged", gradient_clip_val=clip_norm, **SETTINGS)
+    assert strategy.engine is not None
+    assert strategy.engine.plan is not None
+    assert strategy.engine.plan.on_device is not None
+    assert strategy.engine.plan.on_device.updates
+    assert_same(module, plain.cpu())
+
+
+def test_a_run_that_fits_goes_on_from_its_commit(tmp_path: Path) -> None:
+    module = Net()
+    runs: Any = ((3, "error"), (NUM_STEPS, "resume"))
+    for num_steps, on_existing in runs:
+        module = Net(torch.optim.AdamW, fused=True)
+        strategy = mt.MegaTrainStrategy(tmp_path / "pages", on_existing=on_existing)
+        fit(module, strategy, tmp_path, max_steps=num_steps, **SETTINGS)
+    plain = Net(torch.optim.AdamW, fused=True)
+    fit(plain, "auto", tmp_path / "plain", **SETTINGS)
+    assert_same(module, plain.cpu())
+
+
+@pytest.mark.parametrize("factor", [1.5, 3.0])
+@pytest.mark.parametrize("layer_major", [True, "auto"])
+def test_batches_that_run_unit_by_unit_draw_the_same_masks(
+    factor: float, layer_major: Any, tmp_path: Path
+) -> None:
+    def train(order: Any) -> tuple[Net, mt.MegaTrainStrategy]:
+        module = Net()
+        strategy = mt.MegaTrainStrategy(
+            max_vram_gb=factor * smallest_vram_gb(tmp_path),
+            layer_major=order,
+            recompute=True,
+            durability="step",
+        )
+        settings = {"accumulate_grad_batches": 2, "max_steps": 4, "max_epochs": 2}
+        fit(module, strategy, tmp_path / str(order), **settings, **SETTINGS)
+        return module, strategy
+
+    module, strategy = train(layer_major)
+    assert strategy.engine is not None
+    assert strategy.engine.plan is not None
+    assert strategy.engine.plan.order == "layer-major"
+    assert_same(module, train(False)[0])
+
+
+def test_a_step_on_a_stream_of_its_own_waits_for_its_weights(tmp_path: Path) -> None:
+    class Aside(Net):
+        stream: torch.cuda.Stream | None = None
+
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            self.stream = self.stream or torch.cuda.Stream()
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                loss = super().training_step(batch, batch_idx)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return loss
+
+    expected = Net()
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_steps": 2, **SETTINGS}
+    gb = 1.5 * smallest_vram_gb(tmp_path)
+    options: dict[str, Any] = {"max_vram_gb": gb, "durability": "step"}
+    usual = mt.MegaTrainStrategy(layer_major=False, **options)
+    fit(expected, usual, tmp_path / "usual", **settings)
+    module = Aside()
+    fit(module, mt.MegaTrainStrategy(layer_major=True, **options), tmp_path / "aside", **settings)
+    assert_same(module, expected)
+
+
 def test_staging_is_page_locked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     fit(Net(), mt.MegaTrainStrategy(), tmp_path, **SETTINGS)
     assert "page-locked" not in caplog.text

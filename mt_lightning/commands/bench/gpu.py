@@ -101,6 +101,11 @@ def device_to_measure() -> torch.device:
     return found
 
 
+def _module() -> Any:
+    """Return torch's module of the accelerator."""
+    return torch.get_device_module(device_to_measure())
+
+
 def build(size: str, *, device: str) -> Any:
     """Build a Llama of some size."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -168,9 +173,9 @@ def measure(work: Work, root: Path, *, paged: bool, **options: Any) -> Speed:
     """
     params, name = num_params(work.size), "paged" if paged else "plain"
     found = {"name": name, "size": work.size, "params": params, "batch": work.batch}
-    if not paged and params * _PLAIN_BYTES > torch.accelerator.get_memory_info()[1]:
+    if not paged and params * _PLAIN_BYTES > _module().mem_get_info()[1]:
         return Speed(**found, error=f"needs {params * _PLAIN_BYTES / GIB:.0f} GiB of device memory")
-    torch.accelerator.reset_peak_memory_stats()
+    _module().reset_peak_memory_stats()
     marks = _Marks()
     try:
         with TemporaryDirectory(dir=root) as directory:
@@ -180,7 +185,7 @@ def measure(work: Work, root: Path, *, paged: bool, **options: Any) -> Speed:
         return Speed(**found, error="out of device memory")
     finally:
         gc.collect()
-        torch.accelerator.empty_cache()
+        _module().empty_cache()
     seconds = sorted(b - a for a, b in zip(marks.times, marks.times[1:], strict=False))
     step_s, tokens = seconds[len(seconds) // 2], work.batch * work.length
     moved = marks.uploaded[-1] - marks.uploaded[0] if marks.uploaded else 0
@@ -189,7 +194,7 @@ def measure(work: Work, root: Path, *, paged: bool, **options: Any) -> Speed:
         step_s=step_s,
         tokens_per_s=tokens / step_s,
         tflops=6 * params * tokens / step_s / 1e12,
-        device_peak_gib=torch.accelerator.max_memory_allocated() / GIB,
+        device_peak_gib=_module().max_memory_allocated() / GIB,
         uploaded_gib=moved / work.steps / GIB,
     )
 

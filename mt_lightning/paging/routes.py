@@ -120,8 +120,8 @@ def _refuse_scaler(optimizer: Optimizer) -> None:
 
 def _apply(module: nn.Module) -> Callable[..., nn.Module]:
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        for dtype in {param.dtype for param in module.parameters(recurse)}:
-            probe = torch.empty(0, dtype=dtype)
+        for dtype, device in {(p.dtype, p.device) for p in module.parameters(recurse)}:
+            probe = torch.empty(0, dtype=dtype, device=device)
             if fn(probe) is not probe:
                 raise StepError(
                     f"{type(module).__name__} is on pages: its parameters can be moved to no other "

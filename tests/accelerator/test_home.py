@@ -158,6 +158,33 @@ def test_weights_that_are_loaded_in_mid_training_are_taken(tmp_path: Path) -> No
     assert_same(module, plain)
 
 
+@pytest.mark.parametrize("max_norm", [None, 0.5])
+def test_a_loop_of_ones_own_trains_the_same_weights(max_norm: float | None, tmp_path: Path) -> None:
+    def train(link: Any = None) -> tuple[Net, Any]:
+        model = Net()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        handle = None
+        if link is not None:
+            pages = tmp_path / "pages"
+            handle = mt.page(model, optimizer, offload_dir=pages, max_vram_gb=0.1, _link=link)
+        torch.manual_seed(3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            model.loss(torch.randn(8, 64)).backward()
+            if max_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+            optimizer.step()
+        if handle is None:
+            return model, None
+        stats = handle.stats
+        handle.close()
+        return model, stats
+
+    model, stats = train(link_of("accelerator", 4))
+    assert_same(model, train()[0])
+    assert stats.bytes_downloaded == 0, "gradients stay"
+
+
 @pytest.mark.parametrize("forgets", ["come_home", "end_update", "begin_update"])
 def test_planted_bugs_are_noticed(
     forgets: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

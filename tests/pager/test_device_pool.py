@@ -27,6 +27,7 @@ class Host:
                 page=page(i),
                 read=None,
                 pins=0,
+                dirty=False,
                 frame=SimpleNamespace(tensor=content(i)),
                 wait=lambda: None,
             )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch import Trainer as LightningTrainer
 from torch import Tensor
@@ -186,7 +187,7 @@ class Collected:
             self._check_room(outputs)
         for name, kept in self._kept.items():
             if outputs.get(name) is not None:
-                kept.add(outputs[name])
+                kept.add(move_data_to_device(outputs[name], "cpu"))
 
     def finish(self, prefix: str) -> Metrics:
         """Return the metrics of all batches, under names that begin with `prefix_`."""

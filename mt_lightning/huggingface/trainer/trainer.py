@@ -33,6 +33,7 @@ from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.session import new_strategy, refuse_unknown
 from mt_lightning.huggingface.trainer.checks import check_inputs, check_model
 from mt_lightning.huggingface.trainer.data import LoaderMaker, WindowLoader, check_dataset
+from mt_lightning.huggingface.trainer.device import accelerator_of
 from mt_lightning.huggingface.trainer.evaluating import Evaluation
 from mt_lightning.huggingface.trainer.events import FitEvents, run_length
 from mt_lightning.huggingface.trainer.fields import check_arguments
@@ -108,6 +109,7 @@ class Trainer:
         assert model is not None
         self.args = TrainingArguments(output_dir="tmp_trainer") if args is None else args
         check_arguments(self.args)
+        self._accelerator = accelerator_of(self.args)
         for name, dataset in _named(train_dataset, eval_dataset):
             check_dataset(name, dataset)
         if self.args.eval_strategy != "no" and eval_dataset is None:
@@ -358,7 +360,7 @@ class Trainer:
         )
         return LightningTrainer(
             strategy=strategy,
-            accelerator="cpu",
+            accelerator=self._accelerator,
             devices=1,
             precision="bf16-mixed" if args.bf16 else "32-true",
             max_steps=max_steps,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -227,6 +227,25 @@ class Gradients:
             held.reservations.append(self._memory.reserve(nbytes, "gradients", what))
         return held
 
+    def begin_sum(self, page: Page) -> bool:
+        """Make room on the device for a sum of gradients; False where it is made elsewhere.
+
+        That is so where they do not leave, and where the host holds what they are added to.
+        """
+        if self._stays or self.held(page) is not None:
+            return False
+        self._leaving.expect(page)
+        return True
+
+    def end_sum(self, page: Page, sums: Mapping[int, torch.Tensor]) -> None:
+        """Let a sum leave for the open `page`, by parameter."""
+        held = self._grads[page.index]
+        for param, grad in sums.items():
+            download = self._download(grad, page.layout.params[param], None)
+            held.receive(param, download.host, partial(self._link.done, download))
+            self._leaving.left(page, download)
+        self._leaving.complete(page)
+
     def add(self, page: Page, param: int, grad: torch.Tensor) -> None:
         """Add a gradient to what the open `page` holds."""
         held, spec = self._grads[page.index], page.layout.params[param]
@@ -315,12 +334,12 @@ class Gradients:
 def _add(held: PageGrads, param: int, grad: torch.Tensor, spec: ParamSpec) -> None:
     mine = held.ram[param]
     if mine is None:
-        held.ram[param] = _own(grad, spec)
+        held.ram[param] = own_gradient(grad, spec)
     else:
         mine.add_(grad)
 
 
-def _own(grad: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
+def own_gradient(grad: torch.Tensor, spec: ParamSpec) -> torch.Tensor:
     """Return `grad` in the parameter's memory order and in storage of its own."""
     storage = grad.untyped_storage()
     # One use by `grad`, one by the handle just made; more means that someone else can write to it.

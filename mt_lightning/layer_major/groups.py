@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mt_lightning.engine.engine import Engine
+from mt_lightning.engine.window.sums import largest_param_bytes
 
 _MIB = 1 << 20
 
@@ -22,7 +23,8 @@ def rooms_of(engine: Engine, beside_bytes: int = 0) -> tuple[int, int, int]:
     if there is None:
         return ram_bytes, away_bytes, plan.sweep_bytes
     sweep_bytes = max(plan.sweep_bytes, there.sweep_bytes)
-    return there.inputs_bytes, max(0, min(away_bytes, ram_bytes)), sweep_bytes
+    near_bytes = there.inputs_bytes - largest_param_bytes(engine.live.run.build.table)
+    return near_bytes, max(0, min(away_bytes, ram_bytes)), sweep_bytes
 
 
 def too_narrow(engine: Engine, input_bytes: int) -> str:

@@ -62,7 +62,7 @@ class Comparison(WindowSums):
     """
 
     def __init__(self, run: Runtime, link: Link, learned: Learned, num_micros: int) -> None:
-        leaving = Leaving(link, run.planes, Stats())
+        self._leaving = leaving = Leaving(link, run.planes, Stats())
         mine = Gradients(
             run.build.table,
             run.pool,
@@ -105,6 +105,8 @@ class Comparison(WindowSums):
         finally:
             if mine is not None:
                 mine.free()
+            while self._leaving.settle_oldest():
+                pass  # they have left: nobody else knows of what they were counted for
 
     def close(self) -> Findings:
         """Look at pages that got gradients in the usual order alone; return what was found."""

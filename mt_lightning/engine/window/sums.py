@@ -10,6 +10,11 @@ parameter twice, or something is held from before. So each execution gets an acc
 Autograd runs younger nodes first. Once it runs a unit whose nodes are older than all those of the
 executions that read a page, no gradient of that page is left to come.
 
+[Note: sums on a device]
+Gradients that leave a device are added up there first, where the host holds none yet: the order of
+additions is the same, and a sum leaves once. What the host holds from before is the beginning of
+the sum, so it is added to there, one by one.
+
 [Note: resident parameters]
 They are used between units, and before the first one, where the first micro-batch runs first: their
 gradients come in any order. They are small, so each micro-batch's is kept and added in the end.
@@ -19,10 +24,10 @@ from __future__ import annotations
 
 import torch
 
-from mt_lightning.engine.gradients import Gradients
+from mt_lightning.engine.gradients import Gradients, own_gradient
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.units import Unit
-from mt_lightning.pages.table import Page
+from mt_lightning.pages.table import Page, PageTable
 
 SMALL_BYTES = 1 << 20
 """A resident page with smaller gradients keeps those of each micro-batch apart."""
@@ -42,6 +47,8 @@ class WindowSums:
         self._first: dict[int, int] = {}
         """Number of the oldest node of all executions that read a page."""
         self._open: dict[int, Page] = {}
+        self._there: dict[int, dict[int, torch.Tensor]] = {}
+        """Sums on the device, by page and position."""
         self._resident = set(run.build.resident)
         self._own: dict[tuple[int, int], dict[int, torch.Tensor]] = {}
         """Gradients of small resident parameters, by page and position, then by micro-batch."""
@@ -55,8 +62,10 @@ class WindowSums:
 
     def expect(self, page: Page) -> None:
         """Make room for the gradient of `page`, and bring what is held on disk back."""
+        new, run = page.index not in self._open, self._run
         self._open[page.index] = page
-        run = self._run
+        if new and page.index not in self._resident and self._gradients.begin_sum(page):
+            self._there[page.index] = {}
         if self._gradients.is_open(page):
             return
         run.worker.retire_page(page.index)
@@ -76,7 +85,13 @@ class WindowSums:
             else:
                 own[self.owner] = grad.clone()
             return
-        self._gradients.add(page, param, grad)
+        sums = self._there.get(page.index)
+        if sums is None:
+            self._gradients.add(page, param, grad)
+        elif param in sums:
+            sums[param].add_(grad)
+        else:
+            sums[param] = own_gradient(grad, page.layout.params[param])
 
     def passed(self, start: int) -> None:
         """Complete pages that only younger nodes read."""
@@ -96,8 +111,24 @@ class WindowSums:
 
     def _complete(self, page: Page) -> None:
         del self._open[page.index]
+        sums = self._there.pop(page.index, None)
+        if sums is not None:
+            self._gradients.end_sum(page, sums)
         self.on_complete(page)
 
     def on_complete(self, page: Page) -> None:
         """Hand on a page that has all its gradients."""
         self._run.steps.on_complete(page)
+
+
+def largest_param_bytes(table: PageTable) -> int:
+    """Return what the gradient of one execution takes at most beside a sum."""
+    return max(
+        (
+            spec.nbytes
+            for page in table
+            if page.layout.optimizer is not None
+            for spec in page.layout.params
+        ),
+        default=0,
+    )

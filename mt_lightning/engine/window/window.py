@@ -36,7 +36,7 @@ from mt_lightning.engine.window.draws import (
 )
 from mt_lightning.engine.window.learned import Inputs, Learned, shapes_of
 from mt_lightning.engine.window.micro import Micro, View, current
-from mt_lightning.engine.window.sums import WindowSums
+from mt_lightning.engine.window.sums import WindowSums, largest_param_bytes
 from mt_lightning.engine.window.tail import whole
 from mt_lightning.tiers.ledger import COMPUTE, PAGING
 from mt_lightning.tiers.spans import Span
@@ -171,10 +171,10 @@ class Window:
         try:
             with self._mended(), torch.enable_grad():
                 self._sums = sums or WindowSums(self._run)
-                transient = self._largest_param_bytes()
+                transient = largest_param_bytes(self._run.build.table)
                 what = "the gradient of a parameter beside the sum of those before it,"
                 beside = self._run.pool.reserve(transient, "gradients", what)
-                there = self._run.planes.reserve(self._largest_page_bytes(), "gradients", what)
+                there = self._run.planes.reserve(transient, "gradients", what)
                 between = self._run.inputs.reserve_between(self._between_bytes(len(group)))
                 try:
                     self._forward(group, on_loss)
@@ -295,21 +295,6 @@ class Window:
     def _between_bytes(self, num_micros: int) -> int:
         """What steps hold between two units: an input each, and in backward its gradient."""
         return 2 * num_micros * self.learned.widest_bytes if num_micros > 1 else 0
-
-    def _largest_page_bytes(self) -> int:
-        """What autograd makes on a device until it has left."""
-        return max((page.layout.grad_bytes for page in self._run.build.table), default=0)
-
-    def _largest_param_bytes(self) -> int:
-        return max(
-            (
-                spec.nbytes
-                for page in self._run.build.table
-                if page.layout.optimizer is not None
-                for spec in page.layout.params
-            ),
-            default=0,
-        )
 
     def _settle_draws(self, group: list[Micro]) -> None:
         """See whether every step drew as many numbers as expected."""

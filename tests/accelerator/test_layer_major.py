@@ -17,6 +17,7 @@ from mt_lightning.engine import executor
 from mt_lightning.engine.inputs.ram_mover import RamMover
 from mt_lightning.engine.window import draws
 from mt_lightning.engine.window.draws import NOTHING, advance, count_draws, same_generators
+from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.tiers.link import Link
 
 from ..graphs.nets import NUM_LAYERS, WIDTH, Block, Dropped, Lengths, Net, Shared, assert_same
@@ -133,10 +134,14 @@ def test_inputs_go_to_ram_and_come_back(tmp_path: Path) -> None:
     assert stats.vram_peak_bytes <= 1.45 * smallest_vram_gb(Net) * (1 << 30)
 
 
-def test_inputs_that_are_not_waited_for_are_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("missing", ["wait", "sum"])
+def test_what_is_not_waited_for_or_added_is_noticed(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(RamMover, "end_read", _without_wait)
+    if missing == "wait":
+        monkeypatch.setattr(RamMover, "end_read", _without_wait)
+    else:
+        monkeypatch.setattr(WindowSums, "add", _replacing)
     expected = train(Net(), tmp_path / "plain")
 
     def is_caught(seed: int) -> bool:
@@ -149,6 +154,11 @@ def test_inputs_that_are_not_waited_for_are_noticed(
         return False
 
     assert any(is_caught(seed) for seed in range(4))
+
+
+def _replacing(self: Any, page: Any, param: int, grad: Tensor) -> None:
+    self.expect(page)
+    self._there[page.index][param] = grad.clone()
 
 
 def _without_wait(self: Any, item: Any) -> None:
@@ -219,6 +229,19 @@ def test_masks_drawn_on_the_device_are_those_of_the_usual_order(
     assert strategy.engine is not None
     assert strategy.engine.plan is not None
     assert strategy.engine.plan.order == "layer-major"
+
+
+def test_masks_of_a_generator_that_is_not_told_apart_are_noticed(
+    device_generator: Callable[[], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, expected = DroppedThere(), DroppedThere()
+    device_generator()
+    train(expected, tmp_path / "plain")
+    device_generator()
+    monkeypatch.setattr(draws, "give_rng", lambda device, state: None)
+    paged(module, tmp_path / "paged", link_of("accelerator", 5), 1.6)
+    with pytest.raises(AssertionError):
+        assert_same(module, expected)
 
 
 def test_draws_of_a_device_are_counted_and_skipped() -> None:

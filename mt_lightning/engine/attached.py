@@ -245,9 +245,12 @@ class Attached:
         """Take a gradient from autograd; called by hooks."""
         run, grad = self.run, parameter.grad
         parameter.grad = None
-        assert grad is not None
+        if grad is None:  # frozen between forward and backward: autograd passed it over
+            return
         self._begin_backward()
         check_grad(run, page, param, grad)
+        # Bytes are kept: a view that says "negated" or "conjugated" beside them would lose it.
+        grad = grad.resolve_conj().resolve_neg()
         if page.layout.optimizer is None:
             check_unowned(run, page, param, parameter)
             return
@@ -363,8 +366,12 @@ class Attached:
         return give_state(self.run, self._machine, optimizer)
 
     def load_optimizer_state(self, optimizer: int, state: dict[int, dict[str, Any]]) -> None:
-        """Take an optimizer's state in, page by page, and commit it."""
+        """Take an optimizer's state in, page by page, and commit it.
+
+        An empty one, as a checkpoint before the first step has it, begins anew.
+        """
         self.drain()
-        if state:
+        pages = self.run.steps.trained[optimizer].pages
+        if state or any(small.values or small.present for page in pages for small in page.small):
             take_state(self.run, self._machine, optimizer, state)
             self.run.steps.commit_now()

@@ -83,7 +83,9 @@ def make_optimizer(name: str, params: Any) -> Optimizer:
 
 
 def make_muon(params: list[nn.Parameter]) -> Optimizer:
-    """Make torch's Muon, which takes matrices only."""
+    """Make torch's Muon, which takes matrices only; before torch 2.9, which brought it, another."""
+    if not hasattr(torch.optim, "Muon"):
+        return make_optimizer("matrix", params)
     return torch.optim.Muon(params, lr=1e-2, weight_decay=0.01)
 
 

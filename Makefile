@@ -72,7 +72,7 @@ $(LOWEST)/.installed: pyproject.toml .ci/lowest.py
 	@echo "installing the lowest releases into $(LOWEST)"
 	@test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check packaging tomli
-	@$(LOWEST)/bin/python .ci/lowest.py examples trainer > $(LOWEST)/constraints.txt
+	@$(LOWEST)/bin/python .ci/lowest.py examples trainer data peft > $(LOWEST)/constraints.txt
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check \
 		-c $(LOWEST)/constraints.txt -e '.[dev]' accelerate gguf matplotlib
 	@$(LOWEST)/bin/python -m pip install --quiet --disable-pip-version-check \

@@ -20,7 +20,7 @@ from .subject import make_subject
 
 GIB = 1 << 30
 FITS_GB = 1.0
-TINY_SLICE_BYTES = 16384
+TINY_SLICE_BYTES = 32768
 
 
 @dataclass(kw_only=True)

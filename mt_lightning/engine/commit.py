@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from mt_lightning.optim.team import alone
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.table import PageTable
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
@@ -90,7 +91,7 @@ class Committer:
             tensors=tensors,
             meta={"optimizer": values, **self._names, "begun": self.begun},
         )
-        with Span("write record", f"step {step}", WRITE):
+        with alone(), Span("write record", f"step {step}", WRITE):
             self._log.write(record)
         self._table.commit()
         self.step, self.run_state = step, run_state

@@ -10,6 +10,7 @@ their frame and are written behind the chunks.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 
 import torch
@@ -24,6 +25,7 @@ from mt_lightning.engine.trained import Trained
 from mt_lightning.engine.weight_writer import WeightWriter
 from mt_lightning.optim.norm import Clip, all_finite
 from mt_lightning.optim.shadow import Hyper, Target
+from mt_lightning.optim.team import alone
 from mt_lightning.pager.pool import PoolEntry
 from mt_lightning.pages.state import MASTER_REST, Chunk, Segment
 from mt_lightning.pages.table import Page, ParamState
@@ -183,6 +185,11 @@ class Updater:
 
     def update(self, job: PageUpdate) -> None:
         """Step the optimizer on one page and write those of its planes that do not stay in RAM."""
+        free = not self._inline and job.trained.stepper.is_free(job.hyper)
+        with alone() if free else contextlib.nullcontext():
+            self._update(job)
+
+    def _update(self, job: PageUpdate) -> None:
         page, stream = job.page, self._stream
         job.entry.wait()
         self._spiller.gather(page, job.grads)

@@ -72,6 +72,10 @@ class LoopStepper:
         self._class = optimizer
         self._shadow = shadow
 
+    def is_free(self, hyper: Hyper) -> bool:
+        """See `Stepper.is_free`: so are torch's own loops, which the kernel stands for."""
+        return all(kind_of(self._class, group) is not None for group in hyper.groups)
+
     @torch.no_grad()
     def step(self, hyper: Hyper, targets: list[Target]) -> list[dict[str, Any]]:
         """Step every target and return the state of each after it."""

@@ -28,6 +28,11 @@ class PackedStepper:
         self._decoupled = isinstance(optimizer, torch.optim.AdamW)
         self._packings = packings
 
+    def is_free(self, hyper: Hyper) -> bool:
+        """See `Stepper.is_free`: its kernels have threads of their own."""
+        del hyper
+        return False
+
     @torch.no_grad()
     def step(self, hyper: Hyper, targets: list[Target]) -> list[dict[str, Any]]:
         """Step every target and return the state of each after it.

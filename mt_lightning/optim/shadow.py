@@ -82,6 +82,10 @@ class Target:
 class Stepper(Protocol):
     """What can step targets: a shadow of the user's class, or a kernel that stands for it."""
 
+    def is_free(self, hyper: Hyper) -> bool:
+        """Return whether it takes the same steps, to the bit, on any number of threads."""
+        ...
+
     def step(self, hyper: Hyper, targets: list[Target]) -> list[dict[str, Any]]:
         """Step every target and return the state of each after it."""
         ...
@@ -95,6 +99,11 @@ class Shadow:
         self.attributes = {k: v for k, v in optimizer.__dict__.items() if k not in _OWN_ATTRIBUTES}
         for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             self.attributes[name] = OrderedDict()
+
+    def is_free(self, hyper: Hyper) -> bool:
+        """See `Stepper.is_free`; nobody knows what the class computes."""
+        del hyper
+        return False
 
     @torch.no_grad()
     def step(self, hyper: Hyper, targets: list[Target]) -> list[dict[str, Any]]:

@@ -23,8 +23,10 @@ log = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_ARENA_MAX = -8
-_LARGEST_KEPT_BYTES = 4 << 20
-"""Blocks of 32 MiB, the most that glibc would keep, split the heap up between units."""
+_LARGEST_KEPT_BYTES = (4 << 20) + (64 << 10)
+"""A tensor of 4 MiB and what lies around it; powers of two are the usual sizes of gradients.
+
+Blocks of 32 MiB, the most that glibc would keep, split the heap up between units."""
 _LARGEST_TOP_BYTES = 64 << 20
 _SMALLEST_BYTES = 64 << 10
 _NUM_ARENAS = 2

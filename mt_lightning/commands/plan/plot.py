@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mt_lightning.commands.plan.model import find_model
 from mt_lightning.errors import ConfigError, StorageError
@@ -12,10 +13,8 @@ from mt_lightning.planning.planner import Answer, answer
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork
 
-try:
+if TYPE_CHECKING:
     from matplotlib.figure import Figure
-except ImportError as error:
-    raise ConfigError("--plot needs matplotlib: pip install 'mt-lightning[examples]'.") from error
 
 _SIZES = ("1B", "3B", "8B", "14B", "32B", "70B", "100B")
 _MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -25,14 +24,24 @@ def check_plot(path: Path) -> None:
     """Say before anything is planned that it cannot be drawn.
 
     Raises:
-        ConfigError: matplotlib knows no format of that ending.
+        ConfigError: matplotlib is not installed, or knows no format of that ending.
     """
     ending = path.suffix.removeprefix(".").lower()
-    if ending not in Figure().canvas.get_supported_filetypes():
+    if ending not in _figure().canvas.get_supported_filetypes():
         raise ConfigError(
             f"--plot {path}: {ending or 'no ending'!r} is no format that can be drawn. Give a name "
             "ending in .png or .svg."
         )
+
+
+def _figure(**settings: Any) -> Figure:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            "--plot needs matplotlib: pip install 'mt-lightning[examples]'."
+        ) from error
+    return Figure(**settings)
 
 
 def plot(path: Path, training: Training, machine: Machine, found: Answer) -> None:
@@ -47,7 +56,7 @@ def plot(path: Path, training: Training, machine: Machine, found: Answer) -> Non
     Raises:
         StorageError: The file cannot be written.
     """
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = _figure(figsize=(10, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     _draw_memory(left, training, machine)
     if found.work is not None:

@@ -324,6 +324,11 @@ def measure_machine(directory: str | None) -> dict[str, Any]:
     return measured
 
 
+def off(planned: float, ran: float) -> str:
+    """Say how far a plan is off; nothing where the run took none of it."""
+    return f"{planned / ran - 1:+.1%}" if ran else ""
+
+
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -373,7 +378,7 @@ def main() -> None:
         words += " unit by unit" * case.layer_major + " clipped" * case.clips
         words += " bf16" * (case.precision != "32-true")
         words += " checkpoint" * (case.durability != "step")
-        shown = "  ".join(f"{a:8.3f} {b:8.3f} {a / b - 1:+6.1%}" for a, b in pairs)
+        shown = "  ".join(f"{a:8.3f} {b:8.3f} {off(a, b):>6}" for a, b in pairs)
         waits = planned.time.bottleneck
         print(f"{number:2} {words:62} {shown} {waits}", flush=True)
         parts = {"busy_s": played.busy_s, "stall_s": played.stall_s, "run": took}

@@ -88,16 +88,9 @@ def test_it_works_without_extras(wheel: Path, tmp_path: Path) -> None:
     hidden = [IMPORTED_AS.get(one.name, one.name) for one in extras if one.name not in needed]
     assert "accelerate" in hidden
     environment = {**os.environ, "PYTHONPATH": str(site)}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", IMPORT_ALL.format(hidden=hidden, site=str(site))],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "mt_lightning.CausalLMModule" in done.stdout
+    code = IMPORT_ALL.format(hidden=hidden, site=str(site))
+    out = _run([sys.executable, "-W", "ignore", "-c", code], tmp_path, environment)
+    assert "mt_lightning.CausalLMModule" in out
 
 
 @pytest.mark.slow
@@ -112,13 +105,14 @@ def test_it_trains_where_it_was_installed(wheel: Path, tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment["MT_LIGHTNING_CACHE"] = str(tmp_path / "cache")
     command = ["train", "model=tiny", "trainer.max_steps=2", "samples.max_new_tokens=2"]
+    out = _run([target / "bin" / "megatrain", *command], tmp_path, environment)
+    assert "After 2 steps: perplexity" in out
+
+
+def _run(command: list[str | Path], folder: Path, environment: dict[str, str]) -> str:
+    """Return what a command prints that succeeds, run in a folder without the project."""
     done = subprocess.run(
-        [target / "bin" / "megatrain", *command],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "After 2 steps: perplexity" in done.stdout
+    return done.stdout

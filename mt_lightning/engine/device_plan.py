@@ -151,14 +151,11 @@ def _weights(unit: Unit, build: Build) -> int:
 
 def _home_bytes(build: Build) -> int:
     """Return what a run keeps beside its weights: gradients, and state as the optimizer sees it."""
-    resident, trained = (
-        set(build.resident),
-        [p for p in build.table if p.layout.optimizer is not None],
-    )
+    trained = [page for page in build.table if page.layout.optimizer is not None]
+    resident = set(build.resident)  # their gradients are counted beside their weights
     grads = sum(page.layout.grad_bytes for page in trained if page.index not in resident)
-    return grads + sum(
-        align_up(chunk.nbytes) for page in trained for chunk in page.state_layout.chunks
-    )
+    chunks = [chunk for page in trained for chunk in page.state_layout.chunks]
+    return grads + sum(align_up(chunk.nbytes) for chunk in chunks)
 
 
 def _unit_need(unit: Unit, build: Build, trains: bool) -> int:

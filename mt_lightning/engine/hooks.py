@@ -48,7 +48,7 @@ def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[Removable]:
     for page in build.table:
         for i, param in enumerate(build.members[page.index].params):
             place[id(param)] = page
-            if param.is_floating_point() or param.is_complex():
+            if page.layout.params[i].has_gradient:
                 # Also on frozen ones, which may be unfrozen later; torch wants to see the flag.
                 needs_grad = param.requires_grad
                 param.requires_grad_(True)

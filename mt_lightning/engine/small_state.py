@@ -44,9 +44,8 @@ def take_small(name: str, state: dict[str, object], tensors: dict[str, torch.Ten
         elif isinstance(value, torch.Tensor) and value.numel() > _LARGEST_SMALL_NUMEL:
             raise StepError(
                 f"the optimizer began to keep {key!r} ({value.numel()} values) for {name}, for "
-                f"which no "
-                "room was laid out at start. Set the hyper-parameter that needs it from the "
-                "beginning."
+                "which no room was laid out at start. Set the hyper-parameter that needs it from "
+                "the beginning."
             )
         else:
             values[key] = value

@@ -124,8 +124,8 @@ class StatePlanner:
             given = optimizer.state.get(param) if spec.shape else None
             if given and given.keys() != {MASTER_REST}:
                 state = {k: self._as_stepped(v, spec) for k, v in given.items()}
-            elif not (spec.dtype.is_floating_point or spec.dtype.is_complex):
-                state = {}  # whole numbers have no gradient: the optimizer passes them over
+            elif not spec.has_gradient:
+                state = {}  # the optimizer passes it over
             else:
                 shape = (_PROBE_NUMEL,) if sliced else spec.shape
                 dtype = self._dtype(spec)

@@ -60,6 +60,11 @@ class ParamSpec:
         """Whether the elements fill their span without gaps or overlap, in whatever order."""
         return self.span == self.numel
 
+    @property
+    def has_gradient(self) -> bool:
+        """Whether autograd can give it one: whole numbers and truth values have none."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
+
     def view(self, plane: torch.Tensor) -> torch.Tensor:
         """Return the parameter as a view of `plane` (uint8, the whole weight plane)."""
         return self.flat(plane).as_strided(self.shape, self.stride)

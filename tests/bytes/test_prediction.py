@@ -23,11 +23,13 @@ MODES = {
     "clipped_4": {"deferred": True, "micro_batches": 4},
 }
 PLACES = [
-    *[(budget, depth) for budget in ("smallest", "middle") for depth in (0, 1, 2)],
+    *[("smallest", depth) for depth in (0, 1, 2)],
+    ("middle", 1),
     ("everything", 2),
     *[
         pytest.param(budget, depth, marks=pytest.mark.slow)
         for budget, depths in {
+            "middle": (0, 2),
             "tight": (0, 1, 2, 4),
             "roomy": (0, 1, 2),
             "everything": (0, 1),

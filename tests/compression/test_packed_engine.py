@@ -52,8 +52,15 @@ def trained_alone(name: str) -> Net:
     return net
 
 
-@pytest.mark.parametrize("smallest", [True, False], ids=["smallest", "ample"])
-@pytest.mark.parametrize("slices", [{}, TINY_SLICES], ids=["usual", "tiny"])
+@pytest.mark.parametrize(
+    ("slices", "smallest"),
+    [
+        pytest.param({}, False, id="usual-ample"),
+        pytest.param(TINY_SLICES, True, id="tiny-smallest"),
+        pytest.param({}, True, id="usual-smallest", marks=pytest.mark.slow),
+        pytest.param(TINY_SLICES, False, id="tiny-ample", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("name", FORMATS)
 def test_adamw_is_stepped_as_compressed_adamw_alone(
     name: str, slices: dict[str, Any], smallest: bool

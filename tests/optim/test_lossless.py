@@ -81,13 +81,13 @@ def blocks(draw: st.DrawFn) -> np.ndarray:
 
 
 @given(st.binary(max_size=3000), st.integers(0, 7))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_bytes_of_any_length_at_any_address_are_restored(data, shift):
     check(tensor(data, shift), shift)
 
 
 @given(st.lists(blocks(), max_size=12), st.integers(0, 513), st.integers(0, 3))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_any_float_patterns_are_restored(words, cut, shift):
     data = np.concatenate([*words, np.zeros(0, np.uint32)]).view(np.uint8)
     check(tensor(data[: max(data.size - cut, 0)], shift), shift)

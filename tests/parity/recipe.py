@@ -22,7 +22,7 @@ class Recipe:
     clip: str = "none"
     """none | norm | value."""
     accumulate: str = "1"
-    """1 | 4 | 4_leftover (the last window of an epoch is short)."""
+    """1 | 3 | 3_leftover (the last window of an epoch is short)."""
     precision: str = "32-true"
     """A precision of Lightning's."""
     schedule: str = "constant"
@@ -41,14 +41,14 @@ class Recipe:
     @property
     def num_accumulated(self) -> int:
         """Micro-batches in one optimizer step."""
-        return 1 if self.accumulate == "1" else 4
+        return 1 if self.accumulate == "1" else 3
 
     @property
     def num_batches(self) -> int:
         """Micro-batches in one epoch: three optimizer steps."""
         if self.control == "manual":
             return 5  # windows of two, the last one short
-        return {"1": 3, "4": 12, "4_leftover": 10}[self.accumulate]
+        return {"1": 3, "3": 9, "3_leftover": 8}[self.accumulate]
 
     @property
     def is_eager(self) -> bool | None:

@@ -33,7 +33,7 @@ RECIPE_FACTORS: dict[str, tuple[Any, ...]] = {
     "optimizer": OPTIMIZERS,
     "control": ("automatic", "none_sometimes", "manual", "two_optimizers", "gan"),
     "clip": ("none", "norm", "value"),
-    "accumulate": ("1", "4", "4_leftover"),
+    "accumulate": ("1", "3", "3_leftover"),
     "groups": ("one", "no_decay", "frozen_base", "frozen_between"),
     "schedule": ("constant", "cosine", "one_cycle"),
     "precision": ("32-true", "bf16-mixed"),

@@ -23,7 +23,7 @@ warnings.filterwarnings("ignore", ".*does not have many workers.*")
 warnings.filterwarnings("ignore", ".*LeafSpec.* is deprecated.*")
 warnings.filterwarnings("ignore", ".*gradient_checkpointing_enable.* is deprecated.*")
 
-NUM_TOKENS = 256
+NUM_TOKENS = 128
 VOCAB_SIZE = 49152
 
 

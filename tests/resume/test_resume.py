@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,15 @@ STOPS = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("stop", STOPS.values(), ids=STOPS)
+def stops_and_workers() -> Iterator[Any]:
+    """Yield every stop without and with worker processes; half of the latter only with --slow."""
+    for name, stop in STOPS.items():
+        yield pytest.param(stop, 0, id=f"{name}-0")
+        seldom = name in ("first batch", "validation due", "second epoch")
+        yield pytest.param(stop, 2, id=f"{name}-2", marks=[pytest.mark.slow] if seldom else [])
+
+
+@pytest.mark.parametrize(("stop", "workers"), list(stops_and_workers()))
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, stop: int, workers: int
 ) -> None:
@@ -58,7 +66,7 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stop", [6, 11, 14])
+@pytest.mark.parametrize("stop", [6, pytest.param(11, marks=pytest.mark.slow), 14])
 @pytest.mark.parametrize("kind", RUNS)
 def test_whatever_the_run_is(tmp_path: Path, kind: str, stop: int) -> None:
     expected = straight(**RUNS[kind])
@@ -97,9 +105,9 @@ def test_an_evaluation_in_between_changes_nothing(
 def test_a_run_can_be_interrupted_again_and_again(tmp_path: Path) -> None:
     expected = straight(workers=2)
     interrupt(tmp_path, 3, {}, workers=2)
-    for _ in range(4):
+    for _ in range(2):
         interrupt(tmp_path, 3, {"on_existing": "resume"}, workers=2, seed=4)
-    assert assert_goes_on_as(expected, resume(tmp_path, {}, workers=2)) == 15
+    assert assert_goes_on_as(expected, resume(tmp_path, {}, workers=2)) == 9
 
 
 def test_a_directory_can_be_moved(tmp_path: Path) -> None:

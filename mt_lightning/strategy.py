@@ -68,10 +68,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         recompute: Recompute activations in backward: of every unit, of none (that they find no room
             is an error), or "auto": of those that find no room in `max_ram_gb`.
         durability: Commit each "step", or at each "checkpoint" and every 5 minutes; or "auto".
-        nonfinite: What a NaN or infinite gradient does: "propagate" (as plain Lightning),
-            "skip", "raise".
+        nonfinite: What a NaN or inf gradient does: "propagate" (plain Lightning), "skip", "raise".
         units: Class names of modules that run as one piece; None: found by rule.
         disk_full_timeout_s: Seconds that a run waits for space on a full disk; 0 fails at once.
+        direct_storage: Read pages by kvikio; "auto": where it is and the run is on a CUDA device.
         accelerator: Given by Lightning.
         checkpoint_io: Given by Lightning or the user; None: `PagedCheckpointIO()`.
         precision_plugin: Given by Lightning; translated to `MegaTrainPrecision`.
@@ -100,6 +100,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         nonfinite: Nonfinite = "propagate",
         units: str | Sequence[str] | None = None,
         disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
+        direct_storage: bool | Literal["auto"] = False,
         accelerator: Accelerator | None = None,
         checkpoint_io: CheckpointIO | None = None,
         precision_plugin: Precision | None = None,
@@ -129,9 +130,10 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             nonfinite=nonfinite,
             units=units,
             disk_full_timeout_s=disk_full_timeout_s,
+            direct_storage=direct_storage,
         )
         self._seams: dict[str, Any] = {"link": _link, "wrap_store": _wrap_store, "clock": _clock}
-        self._seams["disk_full_timeout_s"] = disk_full_timeout_s
+        self._seams |= self.options.storage
         self._sizes = {"slice_bytes": _slice_bytes, "read_ahead": _depth}
         self._engine: Engine | None = None
         self._guard = ClipGuard()

@@ -23,6 +23,7 @@ from mt_lightning.tiers.arena import Arena
 from mt_lightning.tiers.checkpoint_files import clean, folders_in, kept_bytes, shared_bytes
 from mt_lightning.tiers.commit import CommitLog, CommitRecord
 from mt_lightning.tiers.device import TorchDevice
+from mt_lightning.tiers.direct import DirectStorage, open_direct
 from mt_lightning.tiers.filesystem import free_bytes, is_memory, kind
 from mt_lightning.tiers.heap import keep_freed_memory
 from mt_lightning.tiers.io import IOQueue
@@ -110,6 +111,7 @@ def open_machine(
     wrap_store: Callable[[Store], Store] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
+    direct_storage: DirectStorage = False,
 ) -> Machine:
     """Lock the directories and open everything in them.
 
@@ -153,7 +155,7 @@ def open_machine(
             )
         if link is None and device.type != "cpu":
             link = AcceleratorLink(TorchDevice(device))
-        store: Store = FileStore(paths)
+        store: Store = FileStore(paths, direct=open_direct(direct_storage, device.type))
         if wrap_store is not None:
             store = wrap_store(store)
     except BaseException:

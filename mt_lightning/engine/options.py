@@ -65,6 +65,10 @@ class Options:
     disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S
     """How long a run waits for space when its disk is full, in seconds; 0 fails at once."""
 
+    direct_storage: bool | Literal["auto"] = False
+    """Read pages by kvikio (extra `gds`). True warns where it cannot be had; "auto" asks for it
+    where the run computes on a CUDA device."""
+
     def __post_init__(self) -> None:
         """Check every field."""
         _choice("on_existing", self.on_existing, ("error", "resume", "overwrite"))
@@ -72,6 +76,7 @@ class Options:
         _choice("nonfinite", self.nonfinite, ("propagate", "skip", "raise"))
         _choice("layer_major", self.layer_major, ("auto", True, False))
         _choice("recompute", self.recompute, ("auto", True, False))
+        _choice("direct_storage", self.direct_storage, ("auto", True, False))
         for name in ("max_vram_gb", "max_ram_gb", "max_disk_gb"):
             value: Any = getattr(self, name)
             number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -93,6 +98,12 @@ class Options:
         if self.units is not None:
             names = _names("units", self.units, (str,), "a class name in quotes, a list of them")
             object.__setattr__(self, "units", names)
+
+    @property
+    def storage(self) -> dict[str, Any]:
+        """Those of the page files, as `open_machine` takes them."""
+        names = ("disk_full_timeout_s", "direct_storage")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def directories(self) -> list[str] | None:

@@ -45,6 +45,7 @@ def page(
     nonfinite: Nonfinite = "raise",
     units: str | Sequence[str] | None = None,
     disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
+    direct_storage: bool | Literal["auto"] = False,
     _link: Link | None = None,
     _wrap_store: Callable[[Store], Store] | None = None,
     _slice_bytes: int = BLOCK_BYTES,
@@ -76,6 +77,7 @@ def page(
             cannot tell a NaN of the training from one that was read off a page that is away.
         units: Class names of modules that run as one piece; None: found by rule.
         disk_full_timeout_s: How long a run waits for space on a full disk; 0 fails at once.
+        direct_storage: Read pages by kvikio; see `MegaTrainStrategy`.
 
     Returns:
         The handle. Close it, or use it in a `with` statement: what was trained since the last
@@ -98,6 +100,7 @@ def page(
         nonfinite=nonfinite,
         units=units,
         disk_full_timeout_s=disk_full_timeout_s,
+        direct_storage=direct_storage,
     )
     if options.layer_major is True:
         raise ConfigError(
@@ -117,7 +120,7 @@ def page(
         device=where,
         link=_link,
         wrap_store=_wrap_store,
-        disk_full_timeout_s=disk_full_timeout_s,
+        **options.storage,
     )
     # The handle looks at gradients itself where they must be finite: it knows more to say.
     seen = "propagate" if nonfinite == "raise" else nonfinite

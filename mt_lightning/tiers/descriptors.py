@@ -7,6 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """Something that is open."""
+
+    def close(self) -> None:
+        """Let go of it."""
+        ...
 
 
 @dataclass(eq=False)
@@ -22,6 +31,14 @@ class OpenFile:
     """Operations that use the descriptor now; it is not closed before they end."""
     dropped: bool = False
     """The name no longer means this file: close it with the last lease."""
+    other: Closable | None = None
+    """What another library has open of the same file."""
+
+    def close(self) -> None:
+        """Close it; nobody uses it."""
+        if self.other is not None:
+            self.other.close()
+        os.close(self.fd)
 
 
 class DescriptorCache:
@@ -47,7 +64,7 @@ class DescriptorCache:
             with self._lock:
                 file.num_leases -= 1
                 if file.dropped and not file.num_leases:
-                    os.close(file.fd)
+                    file.close()
 
     def drop(self, name: str) -> None:
         """Forget the file of a name: the next lease opens the name anew."""
@@ -61,7 +78,7 @@ class DescriptorCache:
         with self._lock:
             idle = [name for name, file in self._files.items() if not file.num_leases]
             for name in idle:
-                os.close(self._files.pop(name).fd)
+                self._files.pop(name).close()
             return len(idle)
 
     def close(self) -> None:
@@ -79,10 +96,10 @@ class DescriptorCache:
             idle = next((name for name, file in self._files.items() if not file.num_leases), None)
             if idle is None:
                 return
-            os.close(self._files.pop(idle).fd)
+            self._files.pop(idle).close()
 
     @staticmethod
     def _retire(file: OpenFile) -> None:
         file.dropped = True
         if not file.num_leases:
-            os.close(file.fd)
+            file.close()

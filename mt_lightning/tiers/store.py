@@ -13,6 +13,7 @@ from mt_lightning.errors import ConfigError, CorruptPageError, StorageError
 from mt_lightning.pages.sizes import ALIGN_BYTES
 from mt_lightning.tiers.checks import check_name, check_piece, check_size
 from mt_lightning.tiers.descriptors import DescriptorCache, OpenFile
+from mt_lightning.tiers.direct import DirectReads
 from mt_lightning.tiers.filesystem import free_bytes, sync_directory, sync_path
 from mt_lightning.tiers.header import HEADER_BYTES
 from mt_lightning.tiers.mapping import LiveViews, PrivateMapping
@@ -152,6 +153,7 @@ class FileStore(Store):
         self,
         directories: Sequence[str | os.PathLike[str]],
         header_of: Callable[[str], Mapping[str, object]] | None = None,
+        direct: DirectReads | None = None,
     ) -> None:
         """Open or make a store.
 
@@ -159,6 +161,7 @@ class FileStore(Store):
             directories: where files go; several are filled in proportion to their space.
             header_of: gives, for a name, what its header states and must state when it is opened
                 again (JSON values), for example a fingerprint of the page layout.
+            direct: reads payloads where it can, None: the files are read by the system's own calls.
 
         Raises:
             ConfigError: a file lies in two of the directories.
@@ -168,6 +171,7 @@ class FileStore(Store):
         self.directories = [Path(directory) for directory in directories]
         self._lock = threading.RLock()
         self._page_files = PageFiles(header_of or (lambda name: {}))
+        self._direct = direct
         self._files = DescriptorCache(self._open, _MAX_OPEN_FILES)
         self._places: dict[str, Path] = {}
         self._assigned_bytes = dict.fromkeys(self.directories, 0)
@@ -246,7 +250,8 @@ class FileStore(Store):
         """See `Store.read`."""
         with self._files.lease(name) as file:
             data = check_piece(name, file.payload_bytes, offset, buffer)
-            self._page_files.read(file, offset, data)
+            if self._direct is None or not self._direct.read(file, offset, data):
+                self._page_files.read(file, offset, data)
         with self._lock:
             self._bytes_read += data.nbytes
 

@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "nonfinite": "skip",
     "units": ["Block"],
     "disk_full_timeout_s": 5.0,
+    "direct_storage": "auto",
 }
 """A value of each option that is not its default."""
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Options)}

@@ -287,15 +287,23 @@ class Attached:
         if self.run.plan.schedule == "eager" and not (self.window and self.window.comparing):
             self.run.steps.arm(optimizer, clip_value)
 
-    def step(self, optimizer: int) -> bool:
-        """Apply the gradients of one optimizer; False when the step was skipped."""
+    def unscale(self, optimizer: int, factor: float) -> bool:
+        """Undo the scaling of the loss when the optimizer steps; False: it must not."""
+        self._end_dead_backward()
+        return self.run.steps.unscale(optimizer, factor)
+
+    def step(self, optimizer: int, *, skip: bool = False) -> bool:
+        """Apply the gradients of one optimizer, or skip it; False when the step was skipped."""
         self._end_dead_backward()
         self._parking.forget_dead()
         run = self.run
         report_first_step(self.run, drained=False)
         self.masters.settle()
         self.masters.find_writes()
-        applied = run.steps.step(optimizer)
+        if skip:
+            run.steps.zero_grad(optimizer)
+            self._stats.skipped_steps += 1
+        applied = not skip and run.steps.step(optimizer)
         self.masters.watch_again()
         run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
         run.binder.used.update(run.build.resident)

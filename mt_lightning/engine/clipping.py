@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,7 @@ class Clipping:
     def __init__(self) -> None:
         self.last_norm: float | None = None
         self._clips: dict[int, Clip] = {}
+        self._unscale: dict[int, float] = {}
 
     def by_norm(
         self,
@@ -36,6 +38,9 @@ class Clipping:
         Raises:
             StepError: They are clipped already.
         """
+        if optimizer in self._unscale:
+            # A power of two: no bit of the norm depends on when it is multiplied.
+            norms = [norm * self._unscale[optimizer] for norm in norms]
         norm = total_norm(norms, dtypes)
         if norms:
             self._set(optimizer, Clip(coefficient=clip_coefficient(float(max_norm), norm)))
@@ -50,6 +55,11 @@ class Clipping:
         """
         self._set(optimizer, Clip(value=float(value)))
 
+    def unscale(self, optimizer: int, factor: float) -> None:
+        """Multiply gradients by `factor`, a power of two, before they are clipped."""
+        self._check_open(optimizer)
+        self._unscale[optimizer] = factor
+
     def share(self, optimizers: Sequence[int], clip: Clip) -> None:
         """Clip the gradients of several optimizers alike.
 
@@ -62,20 +72,23 @@ class Clipping:
             self._set(optimizer, clip)
 
     def is_clipped(self, optimizer: int) -> bool:
-        """Return whether an optimizer's gradients are clipped when it steps."""
-        return optimizer in self._clips
+        """Return whether an optimizer's gradients are clipped, or unscaled, when it steps."""
+        return optimizer in self._clips or optimizer in self._unscale
 
     def of(self, optimizer: int) -> Clip:
         """Return how an optimizer's gradients are clipped."""
-        return self._clips.get(optimizer, Clip())
+        clip = self._clips.get(optimizer, Clip())
+        return dataclasses.replace(clip, unscale=self._unscale.get(optimizer))
 
     def forget(self, optimizer: int) -> None:
-        """Clip an optimizer's gradients no more."""
+        """Clip and unscale an optimizer's gradients no more."""
         self._clips.pop(optimizer, None)
+        self._unscale.pop(optimizer, None)
 
     def clear(self) -> None:
-        """Clip nothing."""
+        """Clip and unscale nothing."""
         self._clips.clear()
+        self._unscale.clear()
 
     def _set(self, optimizer: int, clip: Clip) -> None:
         self._check_open(optimizer)

@@ -198,6 +198,12 @@ class Steps:
             return
         self.clipping.by_value(optimizer, value)
 
+    def unscale(self, optimizer: int, factor: float) -> bool:
+        """Multiply gradients by `factor` when `optimizer` steps; False where one is not finite."""
+        self._worker.drain()
+        self.clipping.unscale(optimizer, factor)
+        return held_finite(self.trained[optimizer], self._gradients)
+
     def step(self, optimizer: int) -> bool:
         """Apply the gradients of `optimizer`; False when the step was skipped.
 
@@ -210,8 +216,7 @@ class Steps:
         if self._nonfinite != "propagate":
             self._worker.drain()
         if self._nonfinite != "propagate" and not held_finite(trained, self._gradients):
-            self.clipping.forget(optimizer)
-            self._gradients.clear(trained.pages)
+            self.zero_grad(optimizer)
             skip_nonfinite(self.count + 1, self._nonfinite, self._stats)
             return False
         eager = self._armed == optimizer

@@ -62,15 +62,19 @@ class Clip:
     Attributes:
         coefficient: Factor of norm clipping (0-D), None without.
         value: Bound of value clipping, None without.
+        unscale: Factor that undoes the scaling of the loss, before all else; None without.
     """
 
     coefficient: torch.Tensor | None = None
     value: float | None = None
+    unscale: float | None = None
 
     def apply(self, grads: list[torch.Tensor]) -> None:
         """Clip `grads` in place."""
         if not grads:
             return
+        if self.unscale is not None:
+            torch._foreach_mul_(grads, self.unscale)  # pyright: ignore[reportPrivateImportUsage]
         if self.value is not None:
             torch._foreach_clamp_min_(grads, -self.value)  # pyright: ignore[reportPrivateImportUsage]
             torch._foreach_clamp_max_(grads, self.value)  # pyright: ignore[reportPrivateImportUsage]

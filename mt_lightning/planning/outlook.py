@@ -122,7 +122,7 @@ def outlook(
         options: What the user set.
         optimizers: Its optimizers.
         micro_batches: Of a step; None where that is not known, then one is taken.
-        precision: "32-true" or "bf16-mixed".
+        precision: One of `PRECISIONS`.
     """
     names = {type(optimizer).__name__.lower() for optimizer in optimizers} & OPTIMIZERS.keys()
     training = Training(

@@ -12,7 +12,12 @@ from torch import nn
 from mt_lightning.engine.options import Options
 from mt_lightning.errors import ConfigError
 
-PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16", "bf16-true": "bfloat16"}
+PRECISIONS = {
+    "32-true": "float32",
+    "bf16-mixed": "bfloat16",
+    "bf16-true": "bfloat16",
+    "16-mixed": "bfloat16",  # a float16 product takes as long
+}
 """Precisions, and the dtype that matrix products take in each."""
 
 _MOST_TOKENS = 10**12
@@ -35,7 +40,7 @@ class Training:
         batch_size: Sequences of a micro-batch.
         sequence_length: Tokens of a sequence.
         accumulate_grad_batches: Micro-batches of a step.
-        precision: "32-true", "bf16-mixed" or "bf16-true".
+        precision: One of `PRECISIONS`.
         optimizer: One of `OPTIMIZERS`.
         clips_norm: Whether gradients are clipped by their norm: updates then wait for all of them.
         num_checkpoints: Linked checkpoints that are kept beside the run.
@@ -103,7 +108,8 @@ class Training:
     @property
     def schedule(self) -> str:
         """What updates can be, as the strategy finds it."""
-        waits = self.clips_norm or self.options.nonfinite != "propagate"
+        looks = self.options.nonfinite != "propagate" or self.precision == "16-mixed"
+        waits = self.clips_norm or looks
         return "deferred" if waits else "eager"
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:

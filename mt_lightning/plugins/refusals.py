@@ -51,11 +51,20 @@ def refuse(trainer: pl.Trainer, checkpoint_io: CheckpointIO, engine: Engine | No
             "weights that are not in memory. Compile the layers: for layer in self.layers: "
             "layer.compile()."
         )
+    if getattr(trainer.precision_plugin, "scales", False) and _nonfinite(trainer) == "raise":
+        raise ConfigError(
+            "nonfinite='raise' cannot run with precision='16-mixed': its scaler finds the largest "
+            "scale by steps whose gradients are infinite, and skips them. Leave nonfinite out."
+        )
     if trainer.num_nodes > 1:
         raise ConfigError(
             f"strategy='megatrain' runs on one machine, but num_nodes={trainer.num_nodes}; pass "
             "Trainer(num_nodes=1)."
         )
+
+
+def _nonfinite(trainer: pl.Trainer) -> str:
+    return trainer.strategy.options.nonfinite  # type: ignore[attr-defined]
 
 
 def _refuse_lost(trainer: pl.Trainer, num_lost: int) -> None:
@@ -109,6 +118,8 @@ def eager_reason(
         return f"there are {num_optimizers} optimizers"
     if trainer.gradient_clip_val and trainer.gradient_clip_algorithm != "value":
         return "gradients are clipped by their norm"
+    if getattr(trainer.precision_plugin, "scales", False):
+        return "losses are scaled (16-mixed), and all gradients are looked at first"
     if nonfinite != "propagate":
         return f"nonfinite={nonfinite!r} looks at all gradients first"
     for name in _WATCHED_OF_MODULE:

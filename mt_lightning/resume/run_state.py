@@ -49,6 +49,7 @@ def take(
         "datamodule": datamodule.state_dict() if datamodule is not None else {},
         "optimizers": [_groups(optimizer) for optimizer in trainer.optimizers],
         "lr_schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
+        "precision": trainer.precision_plugin.state_dict(),
         "buffers": buffers.changed(),
         "kept_buffers": buffers.name,
         "extra_states": {path: each.get_extra_state() for path, each in _with_extra_state(module)},
@@ -122,6 +123,8 @@ def _give(trainer: pl.Trainer, state: dict[str, Any], buffers: Buffers) -> None:
             group.update(saved)
     for config, saved in zip(trainer.lr_scheduler_configs, state["lr_schedulers"], strict=True):
         config.scheduler.load_state_dict(saved)
+    if state.get("precision"):  # runs that were committed before it was kept have none
+        trainer.precision_plugin.load_state_dict(state["precision"])
     give_metrics(module, state["metrics"])
 
 

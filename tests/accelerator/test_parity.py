@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 
 import mt_lightning as mt
 from mt_lightning.tiers.accelerator import AcceleratorLink
@@ -42,13 +44,21 @@ def test_a_thousand_orders_train_the_same_weights(part: int, tmp_path: Path) -> 
         one_of_many(seed, tmp_path / str(seed))
 
 
-def one_of_many(seed: int, root: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(20))
+def test_a_thousand_late_links_train_the_same_weights(part: int, tmp_path: Path) -> None:
+    for seed in range(50 * part, 50 * (part + 1)):
+        one_of_many(seed, tmp_path / str(seed), "delayed")
+
+
+def one_of_many(seed: int, root: Path, kind: str | None = None) -> None:
     """Train one net in one way, with a budget between the smallest and one that holds all."""
     dice = random.Random(seed)
     make, mode = SOME[seed % len(SOME)], list(MODES)[seed // 3 % len(MODES)]
     if make is Twice:
         mode = "eager"
-    kind = "delayed" if dice.random() < 0.3 else "accelerator"
+    drawn = "delayed" if dice.random() < 0.3 else "accelerator"
     smallest = smallest_vram_gb(make)
     if make is Interleaved:
         smallest *= 8  # autograd holds a part of each gradient while it goes to and fro
@@ -57,7 +67,7 @@ def one_of_many(seed: int, root: Path) -> None:
         "max_vram_gb": smallest * dice.choice([1.0, 1.1, 1.5, 3.0, 20.0]),
         "_depth": dice.choice([None, 0, 2]),
     }
-    stats = check(make, mode, link_of(kind, seed), root, **options)
+    stats = check(make, mode, link_of(kind or drawn, seed), root, **options)
     assert stats.bytes_uploaded > 0
     assert stats.bytes_downloaded > 0
     assert 0 < stats.vram_peak_bytes <= options["max_vram_gb"] * GIB
@@ -92,6 +102,21 @@ def test_bfloat16_weights_get_the_masters_they_get_on_the_host(mode: str, tmp_pa
     for seed in range(2):
         max_vram_gb = smallest_vram_gb(Scaled) * (0.7 if seed else 4.0)
         assert_same(train(link_of("accelerator", seed), max_vram_gb=max_vram_gb), expected)
+
+
+def test_scaled_losses_train_the_same_weights(tmp_path: Path) -> None:
+    def train(**strategy: Any) -> Scaled:
+        module, scaler = Scaled(), torch.amp.GradScaler("cpu")  # pyright: ignore[reportPrivateImportUsage]
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        paged = mt.MegaTrainStrategy(max_ram_gb=0.5, **strategy) if strategy else "auto"
+        fit(module, tmp_path, paged, plugins=plugins, gradient_clip_val=0.1)
+        return module
+
+    expected = train()
+    for seed in range(2):
+        max_vram_gb = smallest_vram_gb(Scaled) * (1.2 if seed else 20.0)
+        link = link_of("accelerator", seed)
+        assert_same(train(_link=link, max_vram_gb=max_vram_gb), expected)
 
 
 @pytest.mark.parametrize("kind", ["accelerator", "delayed"])

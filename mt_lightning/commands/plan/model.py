@@ -81,7 +81,7 @@ def _work(model: Model, training: Training, chunk_bytes: int) -> ModelWork:
                 model.root,
                 model.units,
                 run,
-                autocast=training.precision == "bf16-mixed",
+                autocast=training.precision.endswith("-mixed"),
                 halves=training.keeps_masters,
                 head=language.get_output_embeddings(),
                 chunk_bytes=chunk_bytes,

@@ -16,7 +16,7 @@ GRAD_BYTES = 4 * (2 * 64 * 256 + 448)
 INPUT_BYTES = 4 * 8 * 64
 
 
-def count_uploads(limit_bytes: int, num_steps: int) -> int:
+def count_uploads(limit_bytes: int, num_steps: int, input_bytes: int = INPUT_BYTES) -> int:
     """Count the copies of pages to the device, of a chain that is updated behind its backward.
 
     Written from the description of the policy: a page that is there is not brought again until it
@@ -28,10 +28,10 @@ def count_uploads(limit_bytes: int, num_steps: int) -> int:
     there: set[int] = set()
     leaving: deque[int] = deque()
     num_uploads = in_use = num_inputs = 0
-    most_inputs = (limit_bytes - PAGE_BYTES - GRAD_BYTES) // INPUT_BYTES
+    most_inputs = (limit_bytes - PAGE_BYTES - GRAD_BYTES) // input_bytes
 
     def make_room(nbytes: int, bound: int | None = None) -> None:
-        inputs = min(num_inputs, most_inputs) * INPUT_BYTES
+        inputs = min(num_inputs, most_inputs) * input_bytes
         while limit_bytes - len(there) * PAGE_BYTES - inputs - in_use - sum(leaving) < nbytes:
             idle = there - {bound}
             if idle:

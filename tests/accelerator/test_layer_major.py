@@ -21,8 +21,8 @@ from mt_lightning.engine.window.sums import WindowSums
 from mt_lightning.tiers.link import Link
 
 from ..graphs.nets import NUM_LAYERS, WIDTH, Block, Dropped, Lengths, Net, Shared, assert_same
-from .runs import Scaled, link_of, smallest_vram_gb
-from .test_bytes import GRAD_BYTES
+from .runs import GIB, Scaled, link_of, smallest_vram_gb
+from .test_bytes import GRAD_BYTES, PAGE_BYTES, count_uploads
 
 ROWS = 16
 """So that an input has 4 KiB, and can leave the device."""
@@ -30,11 +30,17 @@ INPUT_BYTES = ROWS * WIDTH * 4
 
 
 def train(
-    module: Net, root: Path, strategy: Any = "auto", *, num_micros: int = 4, num_steps: int = 3
+    module: Net,
+    root: Path,
+    strategy: Any = "auto",
+    *,
+    num_micros: int = 4,
+    num_steps: int = 3,
+    num_rows: int = ROWS,
 ) -> Net:
     """Train for some steps of so many batches each."""
     torch.manual_seed(1)
-    rows: Any = torch.randn(ROWS * num_micros * num_steps, WIDTH)
+    rows: Any = torch.randn(num_rows * num_micros * num_steps, WIDTH)
     trainer = Trainer(
         strategy=strategy,
         accelerator="cpu",
@@ -46,7 +52,7 @@ def train(
         enable_model_summary=False,
         default_root_dir=root,
     )
-    trainer.fit(module, DataLoader(rows, batch_size=ROWS))
+    trainer.fit(module, DataLoader(rows, batch_size=num_rows))
     return module
 
 
@@ -101,26 +107,35 @@ def test_where_all_weights_stay_on_the_device_the_order_stays_too(tmp_path: Path
     assert strategy.engine.plan.order == "usual"
 
 
-def test_a_step_brings_the_same_weights_however_many_batches_it_has(tmp_path: Path) -> None:
-    """The first window runs in the usual order, so a step more tells what the others take."""
+@pytest.mark.parametrize("factor", [2.2, 2.6])
+def test_a_step_brings_the_weights_of_one_batch_however_many_it_has(
+    factor: float, tmp_path: Path
+) -> None:
+    """The first window runs in the usual order, so a step more tells what the others take.
 
-    def moved(num_micros: int, num_steps: int) -> tuple[int, int]:
+    Beside a sum of gradients there is room for the largest gradient that is added to it.
+    """
+
+    def moved(num_micros: int, num_steps: int, num_rows: int) -> tuple[int, int]:
         root = tmp_path / f"{num_micros} {num_steps}"
-        settings = {"num_micros": num_micros, "num_steps": num_steps, "options": {"_depth": 0}}
-        strategy = paged(Net(), root, link_of("accelerator", 2), 1.6, **settings)
+        settings: dict[str, Any] = {"num_micros": num_micros, "num_steps": num_steps}
+        settings |= {"num_rows": num_rows, "options": {"_depth": 0}}
+        strategy = paged(Net(), root, link_of("accelerator", 2), factor, **settings)
         assert strategy.engine is not None
         stats = strategy.engine.stats
         return stats.bytes_uploaded, stats.bytes_downloaded
 
-    steps = {}
-    for num_micros in (2, 4):
-        (up_2, down_2), (up_3, down_3) = moved(num_micros, 2), moved(num_micros, 3)
-        steps[num_micros] = up_3 - up_2, down_3 - down_2
-    assert steps[2] == steps[4]
-    assert steps[4][1] == NUM_LAYERS * GRAD_BYTES, "gradients leave once"
-    usual = moved(4, 1)
-    assert usual[0] > 2 * steps[4][0], "the usual order brings them for each batch"
-    assert usual[1] == 4 * steps[4][1]
+    limit = int(factor * smallest_vram_gb(Net) * GIB) - 4 * WIDTH * 4 * WIDTH
+    input_bytes = 2 * INPUT_BYTES
+    counted = count_uploads(limit, 3, input_bytes) - count_uploads(limit, 2, input_bytes)
+    for num_micros in (2, 16):
+        num_rows = 2 * ROWS // num_micros  # the same inputs, in few batches and in many
+        (up_2, down_2), (up_3, down_3) = (moved(num_micros, n, num_rows) for n in (2, 3))
+        assert up_3 - up_2 == counted * PAGE_BYTES
+        assert down_3 - down_2 == NUM_LAYERS * GRAD_BYTES, "gradients leave once"
+    usual = moved(4, 1, ROWS)
+    assert usual[0] > 1.5 * counted * PAGE_BYTES, "the usual order brings them for each batch"
+    assert usual[1] == 4 * NUM_LAYERS * GRAD_BYTES
 
 
 def test_inputs_go_to_ram_and_come_back(tmp_path: Path) -> None:

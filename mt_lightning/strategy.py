@@ -54,8 +54,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     Args:
         offload_dir: One directory, or a list with one per drive. None: a fresh one under the
             trainer's `default_root_dir`, removed when the process exits.
-        on_existing: What to do with a directory that holds a committed run: "error", "resume" (go
-            on from its last commit) or "overwrite".
+        on_existing: A directory with a committed run is an "error", or to "resume" or "overwrite".
         max_vram_gb: Device budget in GiB for weights, gradients and kept graphs; other activations
             come on top. None: 70 % of what is free. On a CPU it says one line and is ignored.
         max_ram_gb: Host budget in GiB; None: 80 % of what cgroup and host leave free.
@@ -69,6 +68,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             is an error), or "auto": of those that find no room in `max_ram_gb`.
         durability: Commit each "step", or at each "checkpoint" and every 5 minutes; or "auto".
         nonfinite: What a NaN or inf gradient does: "propagate" (plain Lightning), "skip", "raise".
+        gradient_dtype: "bf16" rounds fp32 gradients to bfloat16 as they arrive; "fp32" does not.
         units: Class names of modules that run as one piece; None: found by rule.
         disk_full_timeout_s: Seconds that a run waits for space on a full disk; 0 fails at once.
         direct_storage: Read pages by kvikio; "auto": where it is and the run is on a CUDA device.
@@ -98,6 +98,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         recompute: bool | Literal["auto"] = "auto",
         durability: Durability = "auto",
         nonfinite: Nonfinite = "propagate",
+        gradient_dtype: Literal["fp32", "bf16"] = "fp32",
         units: str | Sequence[str] | None = None,
         disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
         direct_storage: bool | Literal["auto"] = False,
@@ -128,6 +129,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             recompute=recompute,
             durability=durability,
             nonfinite=nonfinite,
+            gradient_dtype=gradient_dtype,
             units=units,
             disk_full_timeout_s=disk_full_timeout_s,
             direct_storage=direct_storage,

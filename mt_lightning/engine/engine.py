@@ -268,6 +268,7 @@ class Engine:
             self._committer,
             slice_bytes=self._slice_bytes,
             nonfinite=self.options.nonfinite,
+            rounds_gradients=self.options.gradient_dtype == "bf16",
             read_ahead=self._read_ahead,
             max_disk_bytes=max_disk_bytes(self.options.max_disk_gb),
         )

@@ -26,12 +26,14 @@ class Spill:
         present: Parameters whose sum so far is on disk.
         sums: Checksums of each range of the gradient plane.
         norms: Norm of each parameter's sum, taken while it was whole in RAM.
+        dtypes: What each sum was in RAM; a wider one on disk holds the same values.
         finite: Whether every value seen in the last sums was finite.
     """
 
     present: set[int] = field(default_factory=set)
     sums: dict[int, list[int]] = field(default_factory=dict)
     norms: dict[int, torch.Tensor] = field(default_factory=dict)
+    dtypes: dict[int, torch.dtype] = field(default_factory=dict)
     finite: bool = True
 
 
@@ -136,8 +138,12 @@ class Gradients:
         leaving: Leaving,
         resident: set[int],
         there: Memory | None = None,
+        *,
+        rounds: bool = False,
     ) -> None:
         self._table = table
+        self.rounds = rounds
+        """Whether fp32 gradients are rounded to bfloat16 as they arrive."""
         self.there = there
         """Where gradients stay when they are not needed on the host, None where they are."""
         self._memory: Memory = pool if there is None else there
@@ -177,7 +183,7 @@ class Gradients:
             self._early.add(page.index)
         arriving = self._arriving.setdefault(page.index, [])
         if self._stays:
-            arriving.append((param, grad))
+            arriving.append((param, self._rounded(grad)))
         else:
             mine = self._grads[page.index]._ram[param] if page.index in self._grads else None
             for other, before in arriving:
@@ -250,7 +256,7 @@ class Gradients:
         """Add a gradient to what the open `page` holds."""
         held, spec = self._grads[page.index], page.layout.params[param]
         if self._stays:
-            _add(held, param, grad, spec)
+            _add(held, param, self._rounded(grad), spec)
             return
         download = self._download(grad, spec, held._ram[param])
         held.receive(param, download.host, partial(self._link.done, download))
@@ -259,6 +265,7 @@ class Gradients:
     def _download(self, grad: torch.Tensor, spec: ParamSpec, mine: torch.Tensor | None) -> Download:
         """Send a gradient to the host, in the parameter's memory order, to be added to `mine`."""
         stride = spec.stride if spec.dense else contiguous_stride(spec.shape)
+        grad = self._rounded(grad)
         if grad.stride() != stride:
             own = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device=grad.device)
             grad = own.copy_(grad)
@@ -266,6 +273,9 @@ class Gradients:
         if into is None:
             into = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device="cpu")
         return self._link.download(grad, into, add=mine is not None)
+
+    def _rounded(self, grad: torch.Tensor) -> torch.Tensor:
+        return grad.bfloat16() if self.rounds and grad.dtype == torch.float32 else grad
 
     def unfinished(self) -> list[Page]:
         """Return pages whose backward has not been completed, in order of first arrival."""
@@ -329,6 +339,12 @@ class Gradients:
         self._stepped.clear()
         self._arriving.clear()
         self._leaving.reset()
+
+
+def is_narrow(page: Page, param: int, grad: torch.Tensor) -> bool:
+    """Return whether what the optimizer steps is float32, and the gradient that waits is not."""
+    stepped = torch.float32 if page.state_layout.has_masters else page.layout.params[param].dtype
+    return stepped == torch.float32 and grad.dtype == torch.bfloat16
 
 
 def _add(held: PageGrads, param: int, grad: torch.Tensor, spec: ParamSpec) -> None:

@@ -6,24 +6,24 @@ import logging
 
 import torch
 
-from mt_lightning.engine.gradients import Gradients, PageGrads
+from mt_lightning.engine.gradients import Gradients, PageGrads, is_narrow
 from mt_lightning.engine.trained import Trained
 from mt_lightning.errors import StepError
 from mt_lightning.optim.norm import all_finite, grad_norm_of
 from mt_lightning.pager.stats import Stats
-from mt_lightning.pages.table import PageTable
+from mt_lightning.pages.table import Page, PageTable
 
 log = logging.getLogger(__name__)
 
 
-def held_norm(
-    held: PageGrads | None, param: int, *, of_master: bool = False
-) -> torch.Tensor | None:
+def held_norm(held: PageGrads | None, page: Page, param: int) -> torch.Tensor | None:
     """Return the norm of a parameter's gradient, None where it got none; see `grad_norm_of`."""
     if held is None or not held.has(param):
         return None
     grad = held.ram[param]
-    return held.spill.norms[param] if grad is None else grad_norm_of(grad, of_master=of_master)
+    if grad is None:
+        return held.spill.norms[param]
+    return grad_norm_of(grad, in_float=is_narrow(page, param, grad))
 
 
 def held_norms(
@@ -33,7 +33,7 @@ def held_norms(
     norms, dtypes = [], []
     for index, param in trained.order:
         page = table[index]
-        norm = held_norm(gradients.held(page), param, of_master=page.state_layout.has_masters)
+        norm = held_norm(gradients.held(page), page, param)
         if norm is not None:
             norms.append(norm)
             dtypes.append(page.layout.params[param].dtype)

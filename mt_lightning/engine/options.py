@@ -59,6 +59,9 @@ class Options:
     nonfinite: Nonfinite = "propagate"
     """What a NaN or infinite gradient does."""
 
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32"
+    """What fp32 gradients are when they wait for the update: "bf16" rounds each as it arrives."""
+
     units: str | Sequence[str] | None = None
     """Class names that form a unit; None: found by rule."""
 
@@ -76,6 +79,7 @@ class Options:
         _choice("nonfinite", self.nonfinite, ("propagate", "skip", "raise"))
         _choice("layer_major", self.layer_major, ("auto", True, False))
         _choice("recompute", self.recompute, ("auto", True, False))
+        _choice("gradient_dtype", self.gradient_dtype, ("fp32", "bf16"))
         _choice("direct_storage", self.direct_storage, ("auto", True, False))
         for name in ("max_vram_gb", "max_ram_gb", "max_disk_gb"):
             value: Any = getattr(self, name)

@@ -92,6 +92,7 @@ def start(
     *,
     slice_bytes: int,
     nonfinite: str,
+    rounds_gradients: bool,
     read_ahead: int | None,
     max_disk_bytes: int | None,
 ) -> Runtime:
@@ -118,7 +119,9 @@ def start(
     there = planes if plan.on_device is not None and plan.on_device.updates else None
     assert there is None or isinstance(there, DevicePool)
     device_state = None if there is None else DeviceState(machine.link, there, stats)
-    gradients = Gradients(build.table, pool, machine.link, leaving, resident, there)
+    gradients = Gradients(
+        build.table, pool, machine.link, leaving, resident, there, rounds=rounds_gradients
+    )
     held: list[tuple[Frame, Reservation]] = []
 
     def frame(nbytes: int) -> Frame:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from mt_lightning.engine.gradients import PageGrads, Spill, flat
+from mt_lightning.engine.gradients import PageGrads, Spill, flat, is_narrow
 from mt_lightning.optim.norm import all_finite, grad_norm_of
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.state import Chunk
@@ -76,8 +76,7 @@ class Spiller:
         if measure:
             for i, grad in enumerate(grads.ram):
                 if grad is not None:
-                    masters = page.state_layout.has_masters
-                    spill.norms[i] = grad_norm_of(grad, of_master=masters)
+                    spill.norms[i] = grad_norm_of(grad, in_float=is_narrow(page, i, grad))
                     spill.finite &= all_finite(grad)
         only_on_disk = any(grads.ram[i] is None for i in spill.present)
         for start, stop in self._ranges(page):
@@ -96,7 +95,8 @@ class Spiller:
             ticket = self._io.write(name, [(start, frame.memory[: stop - start])]).wait()
             spill.sums[start] = list(ticket.sums)
             self.release(frame)
-        spill.present.update(i for i, grad in enumerate(grads.ram) if grad is not None)
+        spill.dtypes.update((i, grad.dtype) for i, grad in enumerate(grads.ram) if grad is not None)
+        spill.present.update(spill.dtypes)
         grads.ram = [None] * len(grads.ram)
         self._stats.spills += 1
 
@@ -115,7 +115,7 @@ class Spiller:
         for i in missing:
             spec = page.layout.params[i]
             stride = spec.stride if spec.dense else torch.empty(spec.shape, device="meta").stride()
-            grads.ram[i] = torch.empty_strided(spec.shape, stride, dtype=spec.dtype)
+            grads.ram[i] = torch.empty_strided(spec.shape, stride, dtype=grads.spill.dtypes[i])
         for _, stored, part in self.pairs(page, grads, missing):
             part.copy_(stored)
 

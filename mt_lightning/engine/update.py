@@ -281,7 +281,8 @@ class Updater:
             tensors = self._state_views(page, segment, loaded.memory, before)
             if MASTER_REST in tensors:
                 halves.append(Half(param, tensors.pop(MASTER_REST)))
-                param, grad = halves[-1].master(), grad.float()
+                param = halves[-1].master()
+            grad = grad.to(param.dtype)
             state = {
                 **small_values(before, job.hyper.groups[group], plane.device),
                 **{key: tensors[key] for key in before.present if key != MASTER_REST},

@@ -10,16 +10,16 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 
 def grad_norm_of(
-    grad: torch.Tensor, norm_type: float = 2.0, *, of_master: bool = False
+    grad: torch.Tensor, norm_type: float = 2.0, *, in_float: bool = False
 ) -> torch.Tensor:
     """Return the norm of one gradient, as `clip_grad_norm_` takes it before combining (0-D).
 
     Args:
         grad: The gradient.
         norm_type: Order of the norm.
-        of_master: Whether the norm is that of the gradient in float32.
+        in_float: Whether the norm is that of the gradient in float32.
     """
-    dtype = torch.float32 if of_master else None
+    dtype = torch.float32 if in_float else None
     return torch._foreach_norm([grad], norm_type, dtype=dtype)[0]  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -99,7 +99,8 @@ class Clipper:
         clip.apply([p.grad for p in loose if p.grad is not None])
 
     def _norm(self, page: int, index: int) -> torch.Tensor | None:
-        return held_norm(self._run.gradients.held(self._run.build.table[page]), index)
+        of_index = self._run.build.table[page]
+        return held_norm(self._run.gradients.held(of_index), of_index, index)
 
     def _owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Return the optimizers whose gradients these are, which must be all that they have."""

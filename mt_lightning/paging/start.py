@@ -43,6 +43,7 @@ def page(
     recompute: bool | Literal["auto"] = "auto",
     durability: Durability = "auto",
     nonfinite: Nonfinite = "raise",
+    gradient_dtype: Literal["fp32", "bf16"] = "fp32",
     units: str | Sequence[str] | None = None,
     disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
     direct_storage: bool | Literal["auto"] = False,
@@ -75,6 +76,7 @@ def page(
             ("checkpoint"); or "auto".
         nonfinite: What a NaN or infinite gradient does: "raise", "skip" or "propagate". A loop
             cannot tell a NaN of the training from one that was read off a page that is away.
+        gradient_dtype: What gradients are when they wait; see `MegaTrainStrategy`.
         units: Class names of modules that run as one piece; None: found by rule.
         disk_full_timeout_s: How long a run waits for space on a full disk; 0 fails at once.
         direct_storage: Read pages by kvikio; see `MegaTrainStrategy`.
@@ -98,6 +100,7 @@ def page(
         recompute=recompute,
         durability=durability,
         nonfinite=nonfinite,
+        gradient_dtype=gradient_dtype,
         units=units,
         disk_full_timeout_s=disk_full_timeout_s,
         direct_storage=direct_storage,

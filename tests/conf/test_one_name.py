@@ -29,6 +29,7 @@ OTHER: dict[str, Any] = {
     "recompute": True,
     "durability": "step",
     "nonfinite": "skip",
+    "gradient_dtype": "bf16",
     "units": ["Block"],
     "disk_full_timeout_s": 5.0,
     "direct_storage": "auto",

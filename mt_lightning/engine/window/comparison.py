@@ -70,6 +70,7 @@ class Comparison(WindowSums):
             leaving,
             set(run.build.resident),
             run.gradients.there,
+            rounds=run.gradients.rounds,
         )
         super().__init__(run, mine)
         self.findings = Findings()

@@ -42,7 +42,7 @@ class InlineUpdates:
             return
         # It is tiny, and no forward announces its use.
         entry = self._pool.open(page)
-        self._updater.update(make_job(page, due, entry))
+        self._updater.update(make_job(page, due, entry)).wait()
         due.grads.free()
         self._pool.close(entry)
 
@@ -53,7 +53,7 @@ class InlineUpdates:
                 there.bring(page, entry)
                 job = make_job(page, due, entry)
                 job.plane = there.begin_update(page)
-                self._updater.update(job)
+                self._updater.update(job).wait()
                 there.end_update(page)
             due.grads.free()
             there.release(page)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from mt_lightning.engine.device_state import DeviceState
+from mt_lightning.engine.ending import wait_for_all
 from mt_lightning.engine.spill import Ring
 from mt_lightning.optim.codec import StateCodec
 from mt_lightning.pages.sizes import align_up
@@ -64,19 +65,6 @@ class Stored:
     def sums(self) -> list[int]:
         """The checksums, once it is written."""
         return list(self.ticket.sums) if self.ticket is not None else []
-
-
-def wait_for_all(tickets: Sequence[Ticket | None]) -> None:
-    """Wait for the end of every request, then raise the first error."""
-    errors: list[Exception] = []
-    for ticket in tickets:
-        try:
-            if ticket is not None:
-                ticket.wait()
-        except Exception as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def settle(tickets: Sequence[Ticket | None]) -> None:

@@ -5,7 +5,8 @@ For each chunk: its state comes from disk (or from RAM where it fits), the shado
 views of weights, gradients and state, and the state goes to the slot that the last commit does not
 name. The next chunk is read while this one computes and the one before is written; the first one is
 read while the gradients are still computed, where frames are to spare. The weights stay whole in
-their frame and are written behind the chunks.
+their frame and are written behind the chunks. The next page does not wait for the last bytes of
+this one: its chunks take the frames of the ring as those are written.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from mt_lightning.engine.build import Members
+from mt_lightning.engine.ending import Ending
 from mt_lightning.engine.gradients import PageGrads, flat
 from mt_lightning.engine.masters.halves import Half
 from mt_lightning.engine.small_state import small_values, take_small
@@ -183,13 +185,17 @@ class Updater:
             if finished is not None:
                 finished.wait()
 
-    def update(self, job: PageUpdate) -> None:
-        """Step the optimizer on one page and write those of its planes that do not stay in RAM."""
+    def update(self, job: PageUpdate) -> Ending:
+        """Step the optimizer on one page and begin to write those of its planes that leave RAM.
+
+        Returns:
+            What waits for the writes, and makes what was written the current slots of the page.
+        """
         free = not self._inline and job.trained.stepper.is_free(job.hyper)
         with alone() if free else contextlib.nullcontext():
-            self._update(job)
+            return self._update(job)
 
-    def _update(self, job: PageUpdate) -> None:
+    def _update(self, job: PageUpdate) -> Ending:
         page, stream = job.page, self._stream
         job.entry.wait()
         self._spiller.gather(page, job.grads)
@@ -210,20 +216,24 @@ class Updater:
             self._step_chunks(job, slot, small, stored, weights)
             self.preload()
             if weights is not None:
-                page.weight.advance(weight_slot, [weights.finish()])
-            for each in stored:
-                if each.ticket is not None:
-                    each.ticket.wait()
+                weights.finish()
         except BaseException:
             # What is read or written now must not be in the way of what takes its place.
             settle([*(weights.tickets if weights is not None else ()), *(s.ticket for s in stored)])
             raise
-        if writes_state:
-            lengths = [s.length for s in stored] if page.state_layout.slots else []
-            page.state.advance(slot, [s.sums for s in stored], lengths)
-        job.entry.dirty |= weights is None and job.plane is None
-        page.small = small
-        page.version += 1
+
+        def written() -> None:
+            if weights is not None:
+                page.weight.advance(weight_slot, [weights.sums])
+            if writes_state:
+                lengths = [s.length for s in stored] if page.state_layout.slots else []
+                page.state.advance(slot, [s.sums for s in stored], lengths)
+            job.entry.dirty |= weights is None and job.plane is None
+            page.small = small
+            page.version += 1
+
+        tickets = weights.tickets if weights is not None else []
+        return Ending([*tickets, *(s.ticket for s in stored)], written)
 
     def _step_chunks(
         self,

@@ -39,11 +39,11 @@ class WeightWriter:
             if self._first:
                 self._io.hurry(self.tickets[-1])
 
-    def finish(self) -> list[int]:
-        """Write the rest and wait; return the checksum of each block.
-
-        Raises:
-            StorageError: A write failed.
-        """
+    def finish(self) -> None:
+        """Begin to write the rest."""
         self.final(self._memory.nbytes)
-        return [value for ticket in self.tickets for value in ticket.wait().sums]
+
+    @property
+    def sums(self) -> list[int]:
+        """The checksum of each block, once all are written."""
+        return [value for ticket in self.tickets for value in ticket.sums]

@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from mt_lightning.engine.state_stream import StateStream, wait_for_all
+from mt_lightning.engine.ending import wait_for_all
+from mt_lightning.engine.state_stream import StateStream
 from mt_lightning.pager.planes import Planes
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pages.table import PageTable, Plane

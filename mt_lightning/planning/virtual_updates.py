@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+from mt_lightning.engine.ending import Ending
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.spill import Ring
 from mt_lightning.engine.worker import UpdateWorker
@@ -156,14 +157,16 @@ class VirtualUpdates:
 
         self._submit(page, run, None)
 
-    def _submit(self, page: Page, run: Callable[[], None], entry: PoolEntry | None) -> None:
+    def _submit(
+        self, page: Page, run: Callable[[], Ending | None], entry: PoolEntry | None
+    ) -> None:
         grads = self.grads.pop(page.index, None)
         landed = self.landed.pop(page.index, None)
 
-        def whole() -> None:
+        def whole() -> Ending | None:
             if landed is not None:
                 landed.wait()
-            run()
+            return run()
 
         def retire() -> None:
             if grads is not None:
@@ -175,7 +178,7 @@ class VirtualUpdates:
         if not self._overlaps:
             self._worker.retire_page(page.index)
 
-    def _run_update(self, page: Page, entry: PoolEntry) -> None:
+    def _run_update(self, page: Page, entry: PoolEntry) -> Ending:
         """As `Updater.update`: the next chunk is read while this one is stepped."""
         entry.wait()
         pieces, slot = self._pieces(page), page.state.next_slot
@@ -212,15 +215,17 @@ class VirtualUpdates:
         self._preload()
         if not self._plan.keeps_weights and not in_order:
             written.append(self._io.move(WRITE, page.layout.nbytes, weights))
-        page.state.advance(slot, [[]])
-        page.state.commit()
-        if self._plan.keeps_weights:
-            entry.dirty = True
-        else:
-            page.weight.advance(page.weight.next_slot, [[]])
-            page.weight.commit()
-        for ticket in written:
-            ticket.wait()
+
+        def end() -> None:
+            page.state.advance(slot, [[]])
+            page.state.commit()
+            if self._plan.keeps_weights:
+                entry.dirty = True
+            else:
+                page.weight.advance(page.weight.next_slot, [[]])
+                page.weight.commit()
+
+        return Ending(written, end)
 
     def _ram_seconds(self, page: Page) -> float:
         return page.layout.grad_bytes / self._machine.ram_bytes_per_s

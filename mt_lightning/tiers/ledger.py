@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 Clock = Callable[[], float]
 
@@ -91,6 +92,20 @@ class Ledger:
     def blame(self, other: Ledger) -> Blame:
         """Return a context in which this thread waits for that of `other`."""
         return Blame(self, other)
+
+    @contextmanager
+    def waits_behind(self, account: str) -> Iterator[None]:
+        """Return a context in which this thread waits for what another one has begun.
+
+        Args:
+            account: What that other thread would be charged with if it waited itself.
+        """
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            spent_s = self._clock() - begin
+            self.behind[account] = self.behind.get(account, 0.0) + spent_s
 
 
 class Blame:

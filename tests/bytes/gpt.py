@@ -80,7 +80,7 @@ def wait_for_all(trainer: pl.Trainer) -> None:
     """Wait for jobs and reads without retiring them, which would change what comes next."""
     run = trainer.strategy.engine.live.run
     for job in list(run.worker._pending):
-        job.future.exception()
+        job.wait()
     for entry in list(run.pool._entries.values()):
         if entry.read is not None:
             entry.read._finished.wait()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.plan import Plan
+from mt_lightning.engine.worker import MAX_PENDING
 from mt_lightning.pages.table import Page
 from mt_lightning.planning.machines import Machine
 from mt_lightning.planning.tiers import Tiers, runs_layer_major
@@ -172,7 +173,7 @@ def time_of_step(
             UP: first_up_s if first else up_s,
             DOWN: crossing / device.down_bytes_per_s,
             DRIVES: max(
-                updates * one_by_one_s,
+                updates * in_a_row_s,
                 drives(
                     swept + updates * (update_read + plan.spilled_bytes),
                     spilled_inputs + updates * update_written,
@@ -189,7 +190,7 @@ def time_of_step(
             UP: up_s + crossing / device.up_bytes_per_s,
             DOWN: down / device.down_bytes_per_s,
             DRIVES: max(
-                updates * one_by_one_s,
+                updates * in_a_row_s,
                 drives(
                     swept
                     + spilled_inputs
@@ -211,11 +212,11 @@ def time_of_step(
         for page in updated
     }
     update_s = sum(update_seconds(page, training, machine) for page in updated)
-    # One page is updated at a time: where that takes longer than stepping, drives are waited for.
-    one_by_one_s = sum(per_page.values())
-    one_by_one_s *= one_by_one_s > update_s
+    # Pages are stepped one at a time: where their drives take longer, drives are waited for.
+    in_a_row_s = sum(in_a_row for in_a_row, _ in per_page.values())
+    in_a_row_s *= in_a_row_s > update_s
     first = build.units[0].pages if build.units else ()
-    first_s = sum(per_page.get(index, 0.0) for index in first)
+    first_s = sum(per_page[index][1] for index in first if index in per_page)
 
     if waits:
         phases = [forward("forward with updates", 1, updates=True, first=True)]
@@ -244,11 +245,12 @@ def page_seconds(
     writes_weights: bool,
     training: Training,
     machine: Machine,
-) -> float:
-    """Return how long the worker is at one page; the next one waits for the last byte of it.
+) -> tuple[float, float]:
+    """Return how long the update of a page takes: in a row with others, and alone.
 
     A file lies whole on one drive, so a page does not move faster than that, however many there
     are. Weights whose state is packed go to disk when all of them are updated, others behind.
+    Meanwhile the next page is stepped; the one after it waits, as at most two updates are pending.
 
     Args:
         page: The page.
@@ -261,12 +263,17 @@ def page_seconds(
     stepped = update_seconds(page, training, machine)
     read, written = read_share * page.state.nbytes, written_share * page.state.nbytes
     weights = page.layout.nbytes * writes_weights
-    packed = bool(page.state_layout.formats) or not page.state_layout.sliced
-    if packed:
-        return max(stepped, machine.file_seconds(read, written)) + machine.file_seconds(0, weights)
+    behind = page.state_layout.sliced and not page.state_layout.formats
     if len(machine.drives) == 1:
-        return max(stepped, machine.file_seconds(read, written + weights))
-    return max(stepped, machine.file_seconds(read, written), machine.file_seconds(0, weights))
+        begun = max(stepped, machine.file_seconds(read, written + weights * behind))
+    else:
+        moved = machine.file_seconds(read, written), machine.file_seconds(0, weights * behind)
+        begun = max(stepped, *moved)
+    ended = begun + machine.file_seconds(0, weights * (not behind))
+    # In every other step, one of the two slots, a drive writes these weights and then moves the
+    # state of the next page.
+    shared = machine.file_seconds(read, written) / 2 * (not behind)
+    return max(begun, (ended + shared) / MAX_PENDING), ended
 
 
 def fresh_seconds(nbytes: float, plan: Plan, machine: Machine) -> float:

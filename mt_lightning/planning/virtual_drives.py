@@ -10,7 +10,7 @@ from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.planning.machines import Machine
 from mt_lightning.planning.virtual import READ, WRITE, VirtualClock, VirtualTicket
 from mt_lightning.tiers.header import HEADER_BYTES
-from mt_lightning.tiers.placing import least_full
+from mt_lightning.tiers.placing import place_for
 
 
 class VirtualStore:
@@ -31,7 +31,7 @@ class VirtualStore:
             return
         needed = HEADER_BYTES + nbytes
         free = {place: self._sizes[place] - has for place, has in self._assigned.items()}
-        self._places[name] = place = least_full(needed, self._assigned, free)
+        self._places[name] = place = place_for(name, needed, self._places, self._assigned, free)
         self._assigned[place] += needed
 
     def drive_of(self, name: str) -> int:

@@ -19,7 +19,7 @@ from mt_lightning.tiers.header import HEADER_BYTES
 from mt_lightning.tiers.mapping import LiveViews, PrivateMapping
 from mt_lightning.tiers.origins import forget, remember
 from mt_lightning.tiers.pagefile import NEW_SUFFIX, PageFiles, storage_error, write_whole
-from mt_lightning.tiers.placing import least_full
+from mt_lightning.tiers.placing import place_for
 from mt_lightning.tiers.unsynced import Unsynced
 
 _MAX_OPEN_FILES = 128
@@ -214,7 +214,7 @@ class FileStore(Store):
                     )
                 return
             try:
-                directory = self._choose(nbytes)
+                directory = self._choose(name, nbytes)
             except OSError as error:
                 raise storage_error(error, "cannot use offload_dir", name) from error
             self._page_files.make(directory / "pages" / name, nbytes)
@@ -383,10 +383,11 @@ class FileStore(Store):
             self._unsynced.written(name)  # by whom, and whether it was synced, is not known
             self._assigned_bytes[directory] += nbytes
 
-    def _choose(self, nbytes: int) -> Path:
-        """Return the directory that is least full of our bytes once these are added."""
+    def _choose(self, name: str, nbytes: int) -> Path:
+        """Return the directory of a new file."""
         free = {directory: free_bytes(directory) for directory in self.directories}
-        return least_full(HEADER_BYTES + nbytes, self._assigned_bytes, free)
+        nbytes += HEADER_BYTES
+        return place_for(name, nbytes, self._places, self._assigned_bytes, free)
 
     def _open(self, name: str) -> OpenFile:
         return self._page_files.open(self.path_of(name))

@@ -39,8 +39,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("where", ["roomy", "tight", "device"])
+ALWAYS = {("roomy", "accumulated"), ("tight", "norm"), ("device", "plain")}
+PLACES = [
+    pytest.param(where, way, marks=[] if (where, way) in ALWAYS else [pytest.mark.slow])
+    for where in ("roomy", "tight", "device")
+    for way in WAYS
+]
+
+
+@pytest.mark.parametrize(("where", "way"), PLACES)
 def test_bits_are_those_of_a_loop_that_rounds(where: str, way: str, tmp_path: Path) -> None:
     expected, module, exact = Rounding(), Net(), Net()
     fit(expected, tmp_path / "plain", **WAYS[way])

@@ -47,8 +47,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("tight", [False, True])
+WHEN_TIGHT = ("plain", "norm")
+PLACES = [
+    pytest.param(way, tight, marks=[] if tight == (way in WHEN_TIGHT) else [pytest.mark.slow])
+    for way in WAYS
+    for tight in (False, True)
+]
+
+
+@pytest.mark.parametrize(("way", "tight"), PLACES)
 def test_bits_and_scales_are_those_of_plain_lightning(
     way: str, tight: bool, tmp_path: Path
 ) -> None:

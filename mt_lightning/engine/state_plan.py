@@ -18,6 +18,8 @@ from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES
 from mt_lightning.pages.state import MASTER_REST, StateLayout, sliced_state, whole_state
 
 _PROBE_NUMEL = 3
+_OWN_CLASSES = "torch.optim"
+"""Those of torch: what state they keep does not depend on how long a dimension is."""
 
 
 class StatePlanner:
@@ -131,13 +133,11 @@ class StatePlanner:
                 dtype = self._dtype(spec)
                 key = (layout.optimizer, group, shape, dtype)
                 if key not in self._probes:
-                    self._probes[key] = {
-                        name: value.to("meta")
-                        if isinstance(value, torch.Tensor) and value.dim()
-                        else value
-                        for name, value in probe_state(optimizer, group, shape, dtype).items()
-                    }
-                    if not type(optimizer).__module__.startswith("torch.optim."):
+                    if f"{type(optimizer).__module__}.".startswith(f"{_OWN_CLASSES}."):
+                        self._probes[key] = _probe_small(optimizer, group, shape, dtype)
+                    else:
+                        state = probe_state(optimizer, group, shape, dtype)
+                        self._probes[key] = _on_meta(state, {})
                         check_separable(optimizer, group, len(spec.shape))
                 state = self._probes[key]
             found.append(
@@ -180,6 +180,33 @@ class StatePlanner:
                 f"parameters in page {layout.key}, which slices cannot follow."
             )
         return whole_state(layout, shapes, BLOCK_BYTES)
+
+
+def _probe_small(
+    optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], dtype: torch.dtype
+) -> dict[str, Any]:
+    """Find what state a class of torch keeps for a parameter, on one with short dimensions.
+
+    A trial step on the embedding of a large model would take gigabytes and minutes. Each dimension
+    has a length of its own in the trial, by which it is found again in the state.
+    """
+    small = tuple(_PROBE_NUMEL + place if length > 1 else 1 for place, length in enumerate(shape))
+    lengths = dict(zip(small, shape, strict=True))
+    return _on_meta(probe_state(optimizer, group, small, dtype), lengths)
+
+
+def _on_meta(state: dict[str, Any], lengths: dict[int, int]) -> dict[str, Any]:
+    """Return state without its values; `lengths` says how long dimensions are in truth."""
+    return {
+        name: torch.empty(
+            [lengths.get(length, length) for length in value.shape],
+            dtype=value.dtype,
+            device="meta",
+        )
+        if isinstance(value, torch.Tensor) and value.dim()
+        else value
+        for name, value in state.items()
+    }
 
 
 def _places(layout: PageLayout) -> tuple[Any, ...]:

@@ -26,7 +26,10 @@ _UPDATE_BYTES = 12
 _SUM_MOVES = 3
 """Bytes moved to add one: two are read, one is written."""
 _CODED_PARAMS_PER_S = 0.19e9
-"""Parameters whose lossless state a thread decodes, updates and encodes in a second, measured."""
+"""Parameters whose lossless state a thread decodes, updates and encodes in a second, measured with
+AdamW."""
+_CODED_BYTES = 8
+"""Of state that AdamW keeps for a parameter."""
 _CODING_THREADS = 1
 COMPUTE, UP, DOWN, DRIVES, UPDATE = "compute", "link up", "link down", "drives", "update"
 EXPOSED = "update of the first unit"
@@ -308,7 +311,8 @@ def update_seconds(page: Page, training: Training, machine: Machine) -> float:
     moved = _UPDATE_BYTES * numel + 2 * page.state_layout.plain_bytes
     seconds = moved / machine.ram_bytes_per_s
     if form == "lossless":
-        seconds = max(seconds, numel / (_CODING_THREADS * _CODED_PARAMS_PER_S))
+        coded = page.state_layout.plain_bytes / _CODED_BYTES
+        seconds = max(seconds, coded / (_CODING_THREADS * _CODED_PARAMS_PER_S))
     return seconds
 
 

@@ -116,8 +116,8 @@ def _tiers(found: Answer) -> Table:
     _tier_rows(table, "RAM, max_ram_gb", tiers.ram, tiers.ram_limit_bytes)
     if tiers.ram_beside_bytes:
         table.add_row("RAM, beside it", "activations of a unit", size(tiers.ram_beside_bytes))
-        peak = process_peak(tiers, 0, 0)
-        table.add_row("", "freed memory kept, at most", size(peak.most - peak.least))
+        peak = process_peak(tiers, 0)
+        table.add_row("", "freed memory kept", size(peak.most - peak.least))
     if tiers.locked_bytes:
         table.add_row("RAM, page-locked", "frames that the device reads", size(tiers.locked_bytes))
     _tier_rows(table, "disk", tiers.disk, tiers.disk_limit_bytes)
@@ -281,12 +281,12 @@ def as_data(
             "schedule": plan.schedule,
             "placement": found.placement,
         }
-        peak = process_peak(tiers, 0, 0)
+        peak = process_peak(tiers, 0)
         data["bytes"] = {
             "device": tiers.device,
             "ram": tiers.ram,
             "ram_beside": tiers.ram_beside_bytes,
-            "ram_kept_at_most": peak.most - peak.least if found.machine.on_host else 0,
+            "ram_kept": peak.most - peak.least if found.machine.on_host else 0,
             "page_locked": tiers.locked_bytes,
             "disk": tiers.disk,
         }

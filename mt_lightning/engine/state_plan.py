@@ -134,7 +134,7 @@ class StatePlanner:
                 key = (layout.optimizer, group, shape, dtype)
                 if key not in self._probes:
                     if f"{type(optimizer).__module__}.".startswith(f"{_OWN_CLASSES}."):
-                        self._probes[key] = _probe_small(optimizer, group, shape, dtype)
+                        self._probes[key] = probe_small(optimizer, group, shape, dtype)
                     else:
                         state = probe_state(optimizer, group, shape, dtype)
                         self._probes[key] = _on_meta(state, {})
@@ -182,7 +182,7 @@ class StatePlanner:
         return whole_state(layout, shapes, BLOCK_BYTES)
 
 
-def _probe_small(
+def probe_small(
     optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...], dtype: torch.dtype
 ) -> dict[str, Any]:
     """Find what state a class of torch keeps for a parameter, on one with short dimensions.

@@ -56,10 +56,10 @@ class Outlook:
         """
         micros = self.training.accumulate_grad_batches
         units = estimate_work(self.build.units, tokens, "").units if tokens else ()
-        inputs = sum(w.input_bytes for w in units)
-        inputs *= micros if runs_layer_major(self.plan) else 1
+        times = micros if runs_layer_major(self.plan) else 1
+        held = [(times * w.input_bytes, 0) for w in units]
         holds = self.plan.schedule == "deferred" or micros > 1
-        return sum(ram_items(self.build, self.plan, inputs, 0, holds).values())
+        return sum(ram_items(self.build, self.plan, held, holds).values())
 
     def step(self, tokens: int) -> StepTime | None:
         """Return the time of a step, None where the machine was not measured.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -167,7 +168,11 @@ def tiers_of(
     if not machine.on_host and saved:
         device["what units save"] = saved
     holds_grads = plan.schedule == "deferred" or training.accumulate_grad_batches > 1
-    ram = ram_items(build, plan, inputs, saved * machine.on_host, holds_grads)
+    held = [
+        (micros * w.input_bytes, micros * w.saved_bytes * (machine.on_host and index in kept))
+        for index, w in enumerate(units)
+    ]
+    ram = ram_items(build, plan, held, holds_grads)
     files = sum(file_sizes(build.table, plan).values()) - plan.spilled_bytes
     spilled = max(0, inputs - plan.inputs_bytes)
     disk = {
@@ -201,13 +206,9 @@ def _largest_unit(build: Build) -> int:
 
 def _device(build: Build, live: int) -> dict[str, int]:
     resident = sum(build.table[index].layout.nbytes for index in build.resident)
-    grads = max(
-        (sum(build.table[i].layout.grad_bytes for i in unit.pages) for unit in build.units),
-        default=0,
-    )
     return {
         "weights of two units": _NUM_DEVICE_FRAMES * _largest_unit(build) + resident,
-        "gradients of a unit": grads,
+        "gradients of a unit": _largest_grads(build),
         "activations of a unit": live,
     }
 
@@ -228,20 +229,19 @@ def _kept(plan: Plan, work: ModelWork | None, room: int, micros: int) -> frozens
 
 
 def ram_items(
-    build: Build, plan: Plan, inputs: int, saved: int, holds_grads: bool
+    build: Build, plan: Plan, held: Sequence[tuple[int, int]], holds_grads: bool
 ) -> dict[str, int]:
     """Split what the budget counts at the peak; what does not fit is on disk.
 
     Args:
         build: The pages.
         plan: What stays in RAM.
-        inputs: Bytes that units receive.
-        saved: Bytes of graphs that are kept until backward.
+        held: What each unit receives, and what of its graph is kept until backward, in bytes; empty
+            where that is not known.
         holds_grads: Whether gradients of the whole model exist at once.
     """
     weights = sum(page.layout.nbytes for page in build.table)
-    grads = sum(p.layout.grad_bytes for p in build.table if p.index not in plan.spilled)
-    held = grads if holds_grads else 0
+    grads, inputs, saved = _most_held(build, plan, held, holds_grads)
     fixed = (
         plan.num_ring * plan.ring_bytes
         + plan.streams_bytes
@@ -250,12 +250,13 @@ def ram_items(
         + plan.master_bytes
     )
     at_work = plan.min_ram_bytes - fixed
+    of_unit = min(at_work, _largest_grads(build))
     rest = {
         "frames that state streams through": fixed,
         "the largest unit, with gradients": at_work,
         "optimizer state": plan.cached_state_bytes,
-        "gradients": held,
-        "weights of further units": max(0, weights - at_work),
+        "gradients": max(0, grads - of_unit),
+        "weights of further units": max(0, weights - at_work + of_unit),
         "inputs of units": inputs,
         "what units save": saved,
     }
@@ -264,3 +265,35 @@ def ram_items(
         taken[item] = min(nbytes, left)
         left -= taken[item]
     return {item: nbytes for item, nbytes in taken.items() if nbytes}
+
+
+def _largest_grads(build: Build) -> int:
+    """Return the bytes of the gradients of the unit that has most."""
+    table = build.table
+    return max((sum(table[i].layout.grad_bytes for i in u.pages) for u in build.units), default=0)
+
+
+def _most_held(
+    build: Build, plan: Plan, held: Sequence[tuple[int, int]], holds_grads: bool
+) -> tuple[int, int, int]:
+    """Return gradients, inputs and graphs where there is most of them together.
+
+    In backward gradients come as graphs and inputs go, unit by unit from the last one; in a forward
+    with updates it is the other way round.
+    """
+    held = held or [(0, 0)] * len(build.units)
+    grads = [
+        sum(
+            build.table[i].layout.grad_bytes
+            for i in unit.pages
+            if build.table[i].layout.units[0] == unit.name and i not in plan.spilled
+        )
+        for unit in build.units
+    ]
+    if not holds_grads:
+        grads = [0] * len(grads)
+    points = [
+        (sum(grads[at:]), sum(h[0] for h in held[: at + 1]), sum(h[1] for h in held[: at + 1]))
+        for at in range(len(grads))
+    ]
+    return max(points, key=sum, default=(0, 0, 0))

@@ -317,3 +317,19 @@ def test_machines_that_cannot_be_are_refused_by_name() -> None:
         changed(find_machine("dgx-spark"), device_memory_bytes=1 << 30)
     with pytest.raises(ConfigError, match="prices|per_hour"):
         Prices(per_hour=float("nan"))
+
+
+def test_gradients_come_as_graphs_go() -> None:
+    model, machine = on_meta(), changed(find_machine("dgx-spark"), ram_bytes=GIB)
+    training = Training(sequence_length=64, clips_norm=True, options=Options(max_ram_gb=0.5))
+    found = answer(model, training, machine, worker_for(model, on_host=True))
+    assert found.tiers is not None
+    assert found.work is not None
+    assert found.build is not None
+    ram, table = found.tiers.ram, found.build.table
+    assert len(found.tiers.kept_graphs) == len(model.units)
+    grads = sum(page.layout.grad_bytes for page in table)
+    saved = sum(work.saved_bytes + work.input_bytes for work in found.work.units)
+    alone = sum(page.layout.nbytes + page.state.nbytes for page in table)
+    held = found.tiers.ram_peak_bytes - alone - ram["frames that state streams through"]
+    assert max(grads, saved) <= held < grads + saved

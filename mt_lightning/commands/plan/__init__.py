@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ def add_plan_parser(commands: Any) -> None:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # A size below zero is a size, not an option.
+    parser._negative_number_matcher = re.compile(r"-\d")
     parser.add_argument(
         "model", help="a size (8B, 100B, 30B-A3B), a Hugging Face config, or a model of conf/"
     )

@@ -18,13 +18,15 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_
 
 from mt_lightning.commands.plan.sizes import SHAPES, size_config
 from mt_lightning.commands.settings import CONFIG_NAME, VERSION_BASE, settings_directory
-from mt_lightning.errors import ConfigError
+from mt_lightning.errors import ConfigError, MegaTrainError
 from mt_lightning.huggingface.skeleton import build_skeleton
 from mt_lightning.planning.planner import Worker
 from mt_lightning.planning.tiers import LOSS_CHUNK_BYTES, Model
 from mt_lightning.planning.timed import timed
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork, count_work, estimate_work
+
+_MOST_LAYERS = 4096
 
 
 def find_model(name: str, units: tuple[str, ...] | None = None) -> Model:
@@ -129,11 +131,11 @@ def _language_model(root: nn.Module) -> PreTrainedModel | None:
 def _hub_config(name: str) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
-        said = str(error).partition("\n")[0]
+    except Exception as error:  # each model checks its config in its own way
+        said = " ".join(str(error).split())[:300].rstrip(".")
         raise ConfigError(
-            f"model={name!r}: no Hugging Face config can be read there: {said} Give a size such as "
-            "100B, or a folder that holds config.json."
+            f"model={name!r}: no Hugging Face config can be read there: {said}. Give a size such "
+            "as 100B, or a folder that holds config.json."
         ) from error
 
 
@@ -146,10 +148,20 @@ def _from_config(config: PreTrainedConfig) -> nn.Module:
             f"the config of this {config.model_type or 'model'} has no layers "
             f"(num_hidden_layers is {layers!r}). Give the config of a causal language model."
         )
+    if layers > _MOST_LAYERS:
+        raise ConfigError(
+            f"the config of this {config.model_type or 'model'} has {layers:,} layers: at most "
+            f"{_MOST_LAYERS:,} can be planned. Give a smaller num_hidden_layers."
+        )
     try:
         root = build_skeleton(config, None)
-    except (ZeroDivisionError, IndexError, KeyError, NotImplementedError, OverflowError) as error:
-        raise ConfigError(f"no model can be built from the config: {error!r}.") from error
+    except MegaTrainError:
+        raise
+    except Exception as error:  # so is what building one raises
+        raise ConfigError(
+            f"no model can be built from this config: {error!r}. Give the config of a causal "
+            "language model that transformers builds."
+        ) from error
     return _countable(root)
 
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from mt_lightning.errors import ConfigError
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)([MBT])(?:-A(\d+(?:\.\d+)?)B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(-?\d+(?:\.\d+)?)([MBT])(?:-A(\d+(?:\.\d+)?)B)?", re.IGNORECASE)
 _MIXTURE = re.compile(r"\d+x\d+(?:\.\d+)?[MBT]", re.IGNORECASE)
 _UNITS = {"M": 1e6, "B": 1e9, "T": 1e12}
 _KNOWN: dict[str, dict[str, int]] = {

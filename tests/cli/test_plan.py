@@ -110,6 +110,7 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
         (["10OB", "--machine", "h100"], "Did you mean 100B?"),
         (["1e9", "--machine", "h100"], "Sizes end in M, B or T"),
         (["0B", "--machine", "h100"], "between 1M and 5T"),
+        (["-1B", "--machine", "h100"], "model='-1B': give a size between 1M and 5T"),
         (["8x7B", "--machine", "h100"], "of models with experts"),
         (["0.01M", "--machine", "h100"], "between 1M and 5T"),
         (["9B-A1B", "--machine", "h100"], "of models with experts"),
@@ -152,6 +153,9 @@ def test_bad_input(arguments: list[str], said: str, capsys: pytest.CaptureFixtur
         ({"hidden_size": -64}, "no model can be built"),
         ({"num_attention_heads": 0}, "no Hugging Face config"),
         ({"model_type": "cat"}, "no Hugging Face config"),
+        ({"hidden_size": "wide"}, "expected int, got str"),
+        ({"hidden_size": float("inf")}, "expected int, got float"),
+        ({"num_hidden_layers": 100_000}, "has 100,000 layers"),
         ({"architectures": ["NoSuchModel"]}, "does not have"),
     ],
 )

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from mt_lightning import MegaTrainStrategy, StorageError
+from mt_lightning.engine.ending import Ending
 from mt_lightning.engine.update import Updater
 
 from .net import WIDTH, Net, assert_same_training, fit, make_net
@@ -149,17 +150,17 @@ def test_updates_on_the_training_thread_need_no_frame_of_the_worker(
     rings: list[Any] = []
     num_inline, update, one_at_a_time = [], Updater.update, threading.Lock()
 
-    def while_worker_holds_all(updater: Any, job: Any) -> None:
+    def while_worker_holds_all(updater: Any, job: Any) -> Ending:
         with one_at_a_time:
             if not updater._inline:
                 rings[:] = [updater._stream._streams]
-                update(updater, job)
-                return
+                return update(updater, job)
             held = [frame for ring in rings for frame in iter(ring.acquire, None)]
-            update(updater, job)
+            ending = update(updater, job)
             num_inline.append(len(held))
             for frame in held:
                 rings[0].release(frame)
+            return ending
 
     paged_by_step = MegaTrainStrategy(
         max_ram_gb=0.5, optimizer_compression="lossless", durability="step"

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from mt_lightning.engine.adapting import AdapterGuard, guard_adapters
 from mt_lightning.engine.build import Build
-from mt_lightning.engine.merging import MergeGuard, guard_merges
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.ledger import PAGING
 from mt_lightning.tiers.spans import Span
 
-Removable = RemovableHandle | MergeGuard
+Removable = RemovableHandle | AdapterGuard
 
 
 class Host(Protocol):
@@ -43,7 +43,7 @@ class Host(Protocol):
 
 def attach_hooks(host: Host, root: nn.Module, build: Build) -> list[Removable]:
     """Install every hook; the handles remove them."""
-    handles: list[Removable] = [*guard_merges(root)]
+    handles: list[Removable] = [*guard_adapters(root)]
     place: dict[int, Page] = {}
     for page in build.table:
         for i, param in enumerate(build.members[page.index].params):

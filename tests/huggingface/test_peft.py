@@ -197,6 +197,69 @@ def test_merging_is_refused_on_pages_and_exact_afterwards(tmp_path: Path) -> Non
     assert_same(plain.merge_and_unload(), model.merge_and_unload())
 
 
+def two_adapters() -> Any:
+    model = adapted()
+    torch.manual_seed(2)
+    model.add_adapter("second", lora())
+    return model
+
+
+ADDITIONS: dict[str, Any] = {
+    kind: lambda model, kind=kind: model.add_weighted_adapter(
+        ["default", "second"], [0.5, 0.25], "new", combination_type=kind
+    )
+    for kind in ("linear", "cat", "svd")
+} | {
+    name: lambda model, config=config: model.add_adapter("new", config)
+    for name, config in {
+        "dora": lora(use_dora=True),
+        "tokens": lora(trainable_token_indices={"embed_tokens": [1, 2]}),
+        "pissa": lora(init_lora_weights="pissa"),
+        "olora": lora(init_lora_weights="olora"),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("name", ADDITIONS)
+def test_adapters_made_of_weights_are_refused_on_pages_and_exact_afterwards(
+    name: str, tmp_path: Path
+) -> None:
+    plain, model = two_adapters(), two_adapters()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    with (
+        mt.page(model, optimizer, offload_dir=tmp_path / "pages", max_ram_gb=0.0008),
+        pytest.raises(StepError, match=r"adapter\(\) of .* while its weights are in pages"),
+    ):
+        ADDITIONS[name](model)
+    for one in (plain, model):
+        torch.manual_seed(3)
+        ADDITIONS[name](one)
+    assert any(".new." in key or key.endswith(".new") for key, _ in model.named_parameters())
+    assert_same(plain, model)
+
+
+def test_a_paged_model_is_not_adapted_until_it_shows_its_weights(tmp_path: Path) -> None:
+    def make() -> Any:
+        return zoo.build("llama", dropout=0.0, tied=False)
+
+    def adapt(model: Any, config: peft.PeftConfig) -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(model, config)
+
+    plain, model = make(), make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    dora = lora(use_dora=True)
+    with mt.page(model, optimizer, offload_dir=tmp_path / "pages", max_ram_gb=BUDGET_GB):
+        tokens = peft.TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[1])
+        for config in (dora, lora(init_lora_weights="pissa"), KINDS["ia3"], tokens):
+            with pytest.raises(StepError, match=r"an adapter \(\w+\) put around model\..* while"):
+                adapt(model, config)
+        with pytest.raises(StepError, match=r"add_adapter\(\) of LlamaForCausalLM while"):
+            model.add_adapter(dora)
+        assert not any(isinstance(one, peft.tuners.lora.LoraLayer) for one in model.modules())
+    assert_same(adapt(plain, dora), adapt(model, dora))
+
+
 @pytest.mark.filterwarnings("ignore")  # transformers' and accelerate's own
 def test_the_trainer_trains_saves_and_goes_on_with_adapters(tmp_path: Path) -> None:
     def make() -> Any:

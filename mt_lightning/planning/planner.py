@@ -115,14 +115,14 @@ def _lacks(tiers: Tiers, training: Training, machine: Machine) -> tuple[str, ...
     lacks = []
     if tiers.ram_limit_bytes + tiers.ram_beside_bytes > machine.ram_bytes:
         lacks.append(
-            f"RAM: max_ram_gb is {tiers.ram_limit_bytes / GIB:.1f} and what units compute takes "
-            f"{tiers.ram_beside_bytes / GIB:.1f} GiB beside it, but {machine.name} has "
-            f"{machine.ram_bytes / GIB:.1f} GiB."
+            f"RAM: max_ram_gb is {_gib(tiers.ram_limit_bytes)} and what units compute takes "
+            f"{_gib(tiers.ram_beside_bytes)} GiB beside it, but {machine.name} has "
+            f"{_gib(machine.ram_bytes)} GiB."
         )
     if tiers.device_bytes > tiers.device_limit_bytes:
         lacks.append(
-            f"device: {tiers.device_bytes / GIB:.1f} GiB are needed at once, and "
-            f"{tiers.device_limit_bytes / GIB:.1f} GiB of {machine.device.name} can be used."
+            f"device: {_gib(tiers.device_bytes)} GiB are needed at once, and "
+            f"{_gib(tiers.device_limit_bytes)} GiB of {machine.device.name} can be used."
         )
     limit = tiers.disk_limit_bytes
     given = training.options.max_disk_gb
@@ -130,10 +130,16 @@ def _lacks(tiers: Tiers, training: Training, machine: Machine) -> tuple[str, ...
         limit = min(limit, int(given * GIB))
     if tiers.disk_bytes > limit:
         lacks.append(
-            f"disk: the files take {tiers.disk_bytes / GIB:,.0f} GiB, and {limit / GIB:,.0f} GiB "
+            f"disk: the files take {_gib(tiers.disk_bytes)} GiB, and {_gib(limit)} GiB "
             "can be used (1 GiB per drive is left free)."
         )
     return tuple(lacks)
+
+
+def _gib(nbytes: float) -> str:
+    """Return bytes in GiB; of less than one, the two digits that say something."""
+    gib = nbytes / GIB
+    return f"{gib:,.1f}" if gib >= 1 else f"{gib:.2g}"
 
 
 def _advised(found: Answer, worker: Worker | None, smallest_gb: float | None = None) -> Answer:
@@ -233,6 +239,14 @@ def _hardware(found: Answer, smallest_gb: float | None) -> Iterator[tuple[str, T
         drives = machine.drives * factor
         more = dataclasses.replace(machine, drives=drives)
         yield f"use {len(drives)} drives of {drives[0].name}", training, more
+    if machine.drives and found.tiers is not None:
+        gib = 1 + -(-found.tiers.disk_bytes // (len(machine.drives) * GIB))
+        drives = tuple(
+            dataclasses.replace(drive, size_bytes=max(drive.size_bytes, gib * GIB))
+            for drive in machine.drives
+        )
+        words = f"free {gib:,} GiB of each drive, or name others in offload_dir"
+        yield words, training, dataclasses.replace(machine, drives=drives)
     needed = (smallest_gb or ram_limit(training, machine) / GIB) / 0.8
     for gib in (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 4096):
         if gib > machine.ram_bytes / GIB and gib >= needed:

@@ -87,6 +87,22 @@ def test_what_cannot_fit_is_refused_with_a_way_out(monkeypatch: pytest.MonkeyPat
         chosen()
 
 
+def test_no_memory_at_all_is_refused_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 0)
+    with pytest.raises(BudgetError, match=r"recipe=auto found no settings") as refused:
+        chosen()
+    assert "0.0 GiB" not in str(refused.value)
+
+
+def test_a_full_drive_is_to_be_freed_or_another_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    free(monkeypatch, 1024)
+    monkeypatch.setattr(recipe, "free_bytes", lambda _: 0)
+    with pytest.raises(
+        BudgetError, match=r"free 2 GiB of each drive, or name others in offload_dir"
+    ):
+        chosen()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -89,7 +89,9 @@ def answer(
     except BudgetError as error:
         lacks = (_first(str(error)),)
         found = dataclasses.replace(short, lacks=lacks)
-        return _advised(found, worker, error.smallest_gb) if advises else found
+        of_ram = "max_vram_gb" not in str(error)
+        smallest_gb = error.smallest_gb if of_ram else None
+        return _advised(found, worker, smallest_gb) if advises else found
     tiers = tiers_of(build, plan, None, training, machine)
     lacks = _lacks(tiers, training, machine)
     if lacks or worker is None:  # known without running the model
@@ -208,6 +210,8 @@ def _changes(found: Answer, smallest_gb: float | None) -> Iterator[tuple[str, Tr
     if options.max_ram_gb is not None and options.max_ram_gb > 0.8 * usable_gb:
         given = max(0.01, round(0.8 * usable_gb, 2))
         yield f"set max_ram_gb={given:g}", with_options(max_ram_gb=given), machine
+    if options.max_vram_gb is not None:
+        yield "leave max_vram_gb out", with_options(max_vram_gb=None), machine
     if options.max_disk_gb is not None:
         yield "leave max_disk_gb out", with_options(max_disk_gb=None), machine
     if training.num_checkpoints:

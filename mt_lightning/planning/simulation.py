@@ -24,6 +24,7 @@ from mt_lightning.pager.predictor import BACKWARD, FORWARD
 from mt_lightning.pager.read_ahead import ReadAhead
 from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.planning.on_device import stays_there
 from mt_lightning.planning.planner import Answer
 from mt_lightning.planning.tiers import lay_out, runs_layer_major
 from mt_lightning.planning.timing import COMPUTE, cached_on_device
@@ -159,7 +160,9 @@ class _Run:
         self.up = VirtualLink(self.clock, UP, device.up_bytes_per_s)
         self.down = VirtualLink(self.clock, DOWN, device.down_bytes_per_s)
         self.uploads: dict[int, VirtualTicket] = {}
-        self.staying = self._staying(cached_on_device(found.tiers))
+        kept = self.plan.weight_bytes * stays_there(self.plan)
+        self.staying = self._staying(kept or cached_on_device(found.tiers))
+        self.there = stays_there(self.plan)
         self.on_device: set[int] = set()
         micros = self.training.accumulate_grad_batches
         self.times = micros if runs_layer_major(self.plan) else 1
@@ -264,7 +267,8 @@ class _Run:
             self.begun = True
         else:
             self._commit()
-        self.on_device.clear()  # updated on the host, or about to be
+        if not self.there:
+            self.on_device.clear()  # updated on the host, or about to be
         self.uploads.clear()
         self.ahead.predictor.end_of_step()
 
@@ -315,7 +319,7 @@ class _Run:
             page = self.build.table[index]
             if page.layout.optimizer is None or page.layout.units[0] != unit.name:
                 continue
-            if not self.machine.on_host:
+            if not (self.machine.on_host or self.there):
                 name = f"gradients of {unit.name}"
                 self.updates.landed[index] = self.down.move(page.layout.grad_bytes, name)
             if eager:
@@ -335,7 +339,7 @@ class _Run:
                     self.updates.update(page)
                 self.worker.retire_page(page.index)
         entries = [self.pool.pin(page) for page in pages]
-        if backward:
+        if backward and not self.there:
             for page in pages:
                 if page.layout.optimizer is not None and page.index not in self.grads:
                     what = f"gradients of {page.layout.key}"

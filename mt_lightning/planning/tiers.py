@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
 
 from torch import nn
 
@@ -14,9 +16,11 @@ from mt_lightning.engine.memory import RAM_SHARE
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.plan_choice import choose_plan
 from mt_lightning.engine.units import Unit, find_units
+from mt_lightning.errors import BudgetError
 from mt_lightning.optim.codec import codec_for
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.planning.machines import GIB, Machine
+from mt_lightning.planning.on_device import DEVICE_SHARE, PlannedLink, stays_there
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork
 
@@ -24,8 +28,6 @@ LOSS_CHUNK_BYTES = {True: 32 << 20, False: 256 << 20}
 """Logits of a chunk of the loss, on a CPU and on an accelerator."""
 _NUM_DEVICE_FRAMES = 2
 """Units whose weights lie on the device: one at work, one on its way."""
-_DEVICE_SHARE = 0.92
-"""Of the device's memory; the rest is the driver's, the context's and lost to fragmentation."""
 _DISK_MARGIN_BYTES = GIB
 """Left free on each drive."""
 
@@ -123,7 +125,8 @@ def place(build: Build, training: Training, machine: Machine) -> Plan:
     micro_batches = training.accumulate_grad_batches
     options = training.options
     layer_major = False if options.recompute is False else options.layer_major
-    return choose_plan(
+    choose = partial(
+        choose_plan,
         build,
         options.durability,
         ram_limit_bytes=ram_limit(training, machine),
@@ -135,6 +138,14 @@ def place(build: Build, training: Training, machine: Machine) -> Plan:
         in_memory=False,
         recompute=options.recompute,
     )
+    if machine.on_host:
+        return choose()
+    try:
+        return choose(link=cast("Any", PlannedLink(machine)), max_vram_gb=options.max_vram_gb)
+    except BudgetError as error:
+        if "max_vram_gb" not in str(error) or options.max_vram_gb is not None:
+            raise
+        return choose()  # the device is too small, which is said when its bytes are counted
 
 
 def runs_layer_major(plan: Plan) -> bool:
@@ -158,8 +169,8 @@ def tiers_of(
     live = max((w.live_bytes for w in units), default=0)
     micros = training.accumulate_grad_batches if runs_layer_major(plan) else 1
     inputs = micros * sum(w.input_bytes for w in units)
-    device = {} if machine.on_host else _device(build, live)
-    device_limit = 0 if machine.on_host else int(_DEVICE_SHARE * (machine.device.memory_bytes or 0))
+    device = {} if machine.on_host else _device(build, plan, live, inputs)
+    device_limit = 0 if machine.on_host else int(DEVICE_SHARE * (machine.device.memory_bytes or 0))
     graph_bytes = plan.graph_bytes
     if not machine.on_host:
         graph_bytes = max(0, device_limit - sum(device.values()))
@@ -168,13 +179,17 @@ def tiers_of(
     if not machine.on_host and saved:
         device["what units save"] = saved
     holds_grads = plan.schedule == "deferred" or training.accumulate_grad_batches > 1
+    holds_grads &= not stays_there(plan)
     held = [
-        (micros * w.input_bytes, micros * w.saved_bytes * (machine.on_host and index in kept))
+        (
+            micros * w.input_bytes * (not stays_there(plan)),
+            micros * w.saved_bytes * (machine.on_host and index in kept),
+        )
         for index, w in enumerate(units)
     ]
     ram = ram_items(build, plan, held, holds_grads)
     files = sum(file_sizes(build.table, plan).values()) - plan.spilled_bytes
-    spilled = max(0, inputs - plan.inputs_bytes)
+    spilled = 0 if stays_there(plan) else max(0, inputs - plan.inputs_bytes)
     disk = {
         "weights, two slots": sum(
             (1 if page.layout.optimizer is None else 2) * page.layout.nbytes for page in build.table
@@ -190,7 +205,7 @@ def tiers_of(
         ram=ram,
         ram_limit_bytes=plan.ram_limit_bytes,
         ram_beside_bytes=live if machine.on_host else 0,
-        locked_bytes=0 if machine.on_host else min(sum(ram.values()), 4 * _largest_unit(build)),
+        locked_bytes=0 if machine.on_host else PlannedLink.staging_bytes,
         disk={item: nbytes for item, nbytes in disk.items() if nbytes},
         disk_limit_bytes=sum(max(0, d.size_bytes - _DISK_MARGIN_BYTES) for d in machine.drives),
         graph_bytes=graph_bytes,
@@ -204,7 +219,17 @@ def _largest_unit(build: Build) -> int:
     )
 
 
-def _device(build: Build, live: int) -> dict[str, int]:
+def _device(build: Build, plan: Plan, live: int, inputs: int) -> dict[str, int]:
+    there = plan.on_device
+    if there is not None and there.updates:
+        grads = {p.index: p.layout.grad_bytes for p in build.table}
+        of_units = sum(grads[i] for i in grads.keys() - set(build.resident))
+        return {
+            "weights": there.weight_bytes,
+            "gradients": sum(grads.values()),
+            "optimizer state": there.home_bytes - of_units,
+            "activations of a unit": live + inputs,
+        }
     resident = sum(build.table[index].layout.nbytes for index in build.resident)
     return {
         "weights of two units": _NUM_DEVICE_FRAMES * _largest_unit(build) + resident,
@@ -248,6 +273,7 @@ def ram_items(
         + plan.num_staging * plan.staging_bytes
         + plan.num_through * plan.through_bytes
         + plan.master_bytes
+        + (0 if plan.on_device is None else PlannedLink.staging_bytes)
     )
     at_work = plan.min_ram_bytes - fixed
     of_unit = min(at_work, _largest_grads(build))

@@ -17,6 +17,7 @@ from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.worker import MAX_PENDING
 from mt_lightning.pages.table import Page
 from mt_lightning.planning.machines import Machine
+from mt_lightning.planning.on_device import seconds_there, stays_there
 from mt_lightning.planning.tiers import Tiers, runs_layer_major
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork, Work
@@ -151,10 +152,11 @@ def time_of_step(
     spilled_inputs = tiers.disk.get("inputs of units", 0)
     # What stays on the device is old once it has been updated on the host: the first forward of a
     # step brings all weights up, the sweeps after it what does not stay.
-    weights = 0 if machine.on_host else plan.weight_bytes
+    there = stays_there(plan) and not machine.on_host
+    weights = 0 if machine.on_host or there else plan.weight_bytes
     staying = min(weights, cached_on_device(tiers))
-    crossing = 0 if machine.on_host else inputs
-    down = 0 if machine.on_host else grads
+    crossing = 0 if machine.on_host or there else inputs
+    down = 0 if machine.on_host or there else grads
     first_up_s = weights / device.up_bytes_per_s
     up_s = (weights - staying) / device.up_bytes_per_s
 
@@ -167,12 +169,16 @@ def time_of_step(
     update_written = max(0.0, written - spills)
     spill = plan.spilled_bytes if num_spills else 0
 
+    updated = [page for page in build.table if page.layout.optimizer is not None]
+    # By the thread that trains, on the stream that computes.
+    there_s = there * sum(seconds_there(page, machine) for page in updated)
+
     def drives(read_bytes: float, written_bytes: float) -> float:
         return machine.disk_seconds(read_bytes, written_bytes)
 
     def forward(name: str, times: int, *, updates: bool = False, first: bool = False) -> Phase:
         busy = {
-            COMPUTE: forward_s,
+            COMPUTE: forward_s + updates * there_s,
             UP: first_up_s if first else up_s,
             DOWN: crossing / device.down_bytes_per_s,
             DRIVES: max(
@@ -189,7 +195,7 @@ def time_of_step(
     def backward(name: str, times: int, *, updates: bool = False, again: bool = False) -> Phase:
         spilling = not updates and spill
         busy = {
-            COMPUTE: backward_s,
+            COMPUTE: backward_s + updates * there_s,
             UP: up_s + crossing / device.up_bytes_per_s,
             DOWN: down / device.down_bytes_per_s,
             DRIVES: max(
@@ -206,15 +212,15 @@ def time_of_step(
         }
         return Phase(name, times, busy, first_s if updates else 0.0)
 
-    updated = [page for page in build.table if page.layout.optimizer is not None]
     weights_written = 0 if plan.keeps_weights else sum(page.layout.nbytes for page in updated)
     state_bytes = sum(page.state.nbytes for page in updated) or 1
     moved = update_read / state_bytes, max(0.0, update_written - weights_written) / state_bytes
     per_page = {
         page.index: page_seconds(page, *moved, not plan.keeps_weights, training, machine)
         for page in updated
+        if not there
     }
-    update_s = sum(update_seconds(page, training, machine) for page in updated)
+    update_s = (not there) * sum(update_seconds(page, training, machine) for page in updated)
     # Pages are stepped one at a time: where their drives take longer, drives are waited for.
     in_a_row_s = sum(in_a_row for in_a_row, _ in per_page.values())
     in_a_row_s *= in_a_row_s > update_s

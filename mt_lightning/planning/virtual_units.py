@@ -15,6 +15,7 @@ from mt_lightning.engine.plan import Plan
 from mt_lightning.pager.budget import Reservation
 from mt_lightning.pager.pool import WeightPool
 from mt_lightning.planning.machines import Machine
+from mt_lightning.planning.on_device import stays_there
 from mt_lightning.planning.timing import COMPUTE, fresh_seconds, summed_seconds
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.virtual import (
@@ -65,11 +66,14 @@ class VirtualUnits:
         self._clock, self._io, self._pool, self._plan = clock, io, pool, plan
         self._build, self._work, self._training, self._machine = build, work, training, machine
         self._times, self._kept, self._up, self._down = times, kept, up, down
+        self._crosses = not (machine.on_host or stays_there(plan))
         self._held: dict[int, list[Reservation]] = {}
         self._spilled_inputs = self._choose_spilled()
 
     def _choose_spilled(self) -> set[int]:
         """Return the units whose inputs go to disk: those that backward needs last go first."""
+        if stays_there(self._plan):
+            return set()
         sizes = [self._times * w.input_bytes for w in self._work.units]
         left, gone = sum(sizes), set()
         for unit, nbytes in enumerate(sizes):
@@ -90,8 +94,10 @@ class VirtualUnits:
         self.spend(f"forward of {name}", self._times * (seconds + self._machine.unit_s))
         nbytes = self._times * work.input_bytes
         held = self._held.setdefault(index, [])
-        if not self._machine.on_host and nbytes:
+        if self._crosses and nbytes:
             self._down.move(nbytes, "inputs")
+        if stays_there(self._plan):
+            return
         if index in self._spilled_inputs:
             self._move_inputs(WRITE, index)
         elif nbytes:
@@ -115,7 +121,7 @@ class VirtualUnits:
             # Those of further micro-batches are read while the first ones compute.
             reads = self._move_inputs(READ, index)
             reads[0].wait()
-        if not self._machine.on_host and nbytes:
+        if self._crosses and nbytes:
             self._up.move(nbytes, "inputs")
         seconds = work.seconds(device, dtype, backward=True)
         if index not in self._kept:

@@ -13,7 +13,8 @@ from mt_lightning.pager.budget import Reservation
 from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pages.table import Page
 from mt_lightning.planning.machines import Machine
-from mt_lightning.planning.timing import UPDATE, update_seconds
+from mt_lightning.planning.on_device import seconds_there, stays_there
+from mt_lightning.planning.timing import COMPUTE, UPDATE, update_seconds
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.virtual import (
     READ,
@@ -109,7 +110,7 @@ class VirtualUpdates:
 
     def ahead_of_use(self, page: Page) -> None:
         """As `Steps.ahead_of_use`: begin an update early if its weights are had without a wait."""
-        due = page.index in self.due and self._worker.has_room
+        due = page.index in self.due and self._worker.has_room and not stays_there(self._plan)
         entry = self._pool.prefetch(page) if due else None
         if entry is not None:
             self._pool.release(entry)
@@ -118,6 +119,10 @@ class VirtualUpdates:
     def update(self, page: Page) -> None:
         """Submit the update of a page."""
         self.due.pop(page.index, None)
+        if stays_there(self._plan):
+            name = f"update of {page.layout.key}"
+            self._clock.spend(COMPUTE, name, seconds_there(page, self._machine))
+            return
         self._worker.retire_page(page.index)
         entry = self._pool.pin(page)
         self._submit(page, lambda: self._run_update(page, entry), entry)
@@ -125,6 +130,9 @@ class VirtualUpdates:
     def update_now(self, page: Page) -> None:
         """As `Steps` with a page that always stays: by the thread that trains."""
         if page.layout.optimizer is None:
+            return
+        if stays_there(self._plan):
+            self.update(page)
             return
         seconds = update_seconds(page, self._training, self._machine)
         self._clock.spend(UPDATE, f"update of {page.layout.key}", seconds)

@@ -70,7 +70,7 @@ def test_a_played_step_says_what_each_drive_moves(
     config: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["plan", str(config), "--machine", "h100", "--sequence-length", "32"]
-    arguments += ["--drives", "2xgen4", "--max-ram-gb", "0.003", "--durability", "step"]
+    arguments += ["--drives", "2xgen4", "--max-ram-gb", "0.07", "--durability", "step"]
     assert cli.main([*arguments, "--no-advice", "--simulate", "--json"]) == 0
     played = json.loads(capsys.readouterr().out)["simulated"]
     assert len(played["drive_bytes"]) == 2

@@ -66,7 +66,7 @@ def test_a_run_takes_the_plan_that_was_made_without_weights(
     training = Training(
         accumulate_grad_batches=micros, clips_norm=schedule == "deferred", options=options
     )
-    machine, model = find_machine("rtx4090"), on_meta()
+    machine, model = find_machine("dgx-spark"), on_meta()
     build = lay_out(model, training)
     planned = place(build, training, machine)
 
@@ -91,7 +91,7 @@ def test_a_run_takes_the_plan_that_was_made_without_weights(
 def test_a_run_with_masters_takes_the_plan_that_was_made(tmp_path: Path, form: bool | str) -> None:
     options = Options(max_ram_gb=0.03, optimizer_compression=form)
     training = Training(precision="bf16-true", options=options)
-    machine, model = find_machine("rtx4090"), on_meta()
+    machine, model = find_machine("dgx-spark"), on_meta()
     build = lay_out(model, training)
     planned = place(build, training, machine)
     root = llama()
@@ -135,7 +135,7 @@ def test_what_cannot_fit_is_refused_in_under_a_second_without_being_run() -> Non
 @pytest.mark.parametrize(
     ("changes", "settings", "remedy"),
     [
-        ({}, {"max_ram_gb": 0.001}, "set max_ram_gb=0.01"),
+        ({}, {"max_ram_gb": 0.001}, "set max_ram_gb=0.07"),
         ({"drive_size_bytes": 20 << 30}, {}, None),
         ({"drive_size_bytes": 4 << 30}, {"max_disk_gb": 0.001}, "leave max_disk_gb out"),
         ({"device_memory_bytes": 1 << 16}, {}, "use a device with 24 GiB"),

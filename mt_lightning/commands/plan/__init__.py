@@ -95,6 +95,7 @@ def _add_training(group: Any) -> None:
     group.add_argument("--clip-norm", action="store_true", help="gradients are clipped by norm")
     group.add_argument("--checkpoints", type=int, default=0, help="linked ones kept (default: 0)")
     group.add_argument("--max-ram-gb", type=float)
+    group.add_argument("--max-vram-gb", type=float)
     group.add_argument("--max-disk-gb", type=float)
     group.add_argument("--compression", default="false", help="false, lossless, true, a format")
     group.add_argument("--layer-major", default="auto", help="auto, true, false")
@@ -162,6 +163,7 @@ def _training(options: argparse.Namespace) -> Training:
         num_checkpoints=options.checkpoints,
         options=Options(
             max_ram_gb=options.max_ram_gb,
+            max_vram_gb=options.max_vram_gb,
             max_disk_gb=options.max_disk_gb,
             optimizer_compression=_word(options.compression),
             layer_major=_word(options.layer_major),

@@ -15,6 +15,7 @@ from mt_lightning.planning.advice import Best
 from mt_lightning.planning.costs import Costs
 from mt_lightning.planning.footprint import Item
 from mt_lightning.planning.machines import GIB, Machine
+from mt_lightning.planning.on_device import stays_there
 from mt_lightning.planning.planner import Answer
 from mt_lightning.planning.process import process_peak
 from mt_lightning.planning.simulation import Simulated
@@ -119,7 +120,9 @@ def _tiers(found: Answer) -> Table:
         peak = process_peak(tiers, 0)
         table.add_row("", "freed memory kept", size(peak.most - peak.least))
     if tiers.locked_bytes:
-        table.add_row("RAM, page-locked", "frames that the device reads", size(tiers.locked_bytes))
+        table.add_row(
+            "RAM, page-locked", "buffers of copies to and from the device", size(tiers.locked_bytes)
+        )
     _tier_rows(table, "disk", tiers.disk, tiers.disk_limit_bytes)
     return table
 
@@ -252,6 +255,8 @@ def _notes(found: Answer) -> Iterator[str]:
         )
     if found.work is not None and found.work.reason:
         yield f"Computing was estimated from the number of parameters: {found.work.reason}."
+    if found.plan is not None and stays_there(found.plan):
+        yield "All of it fits the device: it stays there and is updated there."
     if found.plan is not None and found.plan.order == "undecided":
         yield (
             "Batches are taken to run unit by unit, as layer_major='auto' lets them when the first "

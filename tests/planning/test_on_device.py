@@ -1,0 +1,101 @@
+"""A device is planned by the policy of a run: what fits stays there and is updated there."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from mt_lightning.commands.plan.model import worker_for
+from mt_lightning.engine.engine import Engine
+from mt_lightning.engine.machine import open_machine
+from mt_lightning.engine.options import Options
+from mt_lightning.planning.footprint import footprint
+from mt_lightning.planning.machines import find_machine
+from mt_lightning.planning.on_device import PlannedLink, stays_there
+from mt_lightning.planning.planner import Answer, answer
+from mt_lightning.planning.simulation import simulate
+from mt_lightning.planning.tiers import lay_out, place
+from mt_lightning.planning.timing import DOWN, UP, UPDATE
+from mt_lightning.planning.training import Training
+from mt_lightning.tiers.delayed import DelayedLink
+from tests.planning.test_plan import llama, on_meta
+
+NVLINK = find_machine("gh200")
+
+
+def plan(micros: int = 1, **options: Any) -> Answer:
+    given = {"max_ram_gb": 1.0, "max_vram_gb": 0.1, **options}
+    training = Training(
+        batch_size=2,
+        sequence_length=64,
+        accumulate_grad_batches=micros,
+        precision="32-true",
+        options=Options(**given),
+    )
+    model = on_meta()
+    return answer(model, training, NVLINK, worker_for(model))
+
+
+def test_what_fits_the_device_stays_there_and_is_updated_there() -> None:
+    found = plan()
+    assert found.plan is not None
+    assert found.tiers is not None
+    assert found.time is not None
+    assert found.build is not None
+    assert stays_there(found.plan)
+    state = sum(page.state.nbytes for page in found.build.table)
+    assert found.tiers.device["optimizer state"] >= state
+    for phase in found.time.phases:
+        assert not any(phase.busy_s[part] for part in (UP, DOWN, UPDATE))
+    played = simulate(found)
+    assert not any(played.busy_s.get(part, 0.0) > 1e-12 for part in (UP, DOWN, UPDATE))
+    assert played.step_s == pytest.approx(found.time.seconds)
+    assert footprint(found)[-1].device == found.tiers.device_bytes
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_vram_gb": 0.002}, {"optimizer_compression": True}, {"durability": "step"}]
+)
+def test_what_does_not_fit_is_updated_on_the_host(options: dict[str, Any]) -> None:
+    found = plan(**options)
+    assert found.plan is not None
+    assert not stays_there(found.plan)
+    assert simulate(found).busy_s[DOWN] > 0
+
+
+def test_batches_run_unit_by_unit_where_weights_cross_the_link() -> None:
+    roomy, short = plan(4, durability="step"), plan(4, durability="step", max_vram_gb=0.0005)
+    assert roomy.plan is not None
+    assert short.plan is not None
+    assert (roomy.plan.order, short.plan.order) == ("usual", "undecided")
+
+
+@pytest.mark.parametrize("max_vram_gb", [0.0005, 0.1])
+@pytest.mark.parametrize("micros", [1, 4])
+def test_a_run_on_a_device_takes_the_plan_that_was_made(
+    tmp_path: Path, max_vram_gb: float, micros: int
+) -> None:
+    options = Options(max_ram_gb=1.0, max_vram_gb=max_vram_gb)
+    training = Training(accumulate_grad_batches=micros, precision="32-true", options=options)
+    planned = place(lay_out(on_meta(), training), training, NVLINK)
+    root, link = llama(), DelayedLink()
+    link.staging_bytes = PlannedLink.staging_bytes
+    engine = Engine(root, open_machine([str(tmp_path / "pages")], "error", link=link), options)
+    engine.prepare()
+    engine.attach(
+        [training.make_optimizer(root)],
+        schedule=training.schedule,
+        micro_batches=micros,
+        layer_major="auto",
+    )
+    ran = engine.plan
+    engine.detach()
+    engine.machine.close()
+    assert ran is not None
+    assert planned.on_device is not None
+    named = dataclasses.replace(planned.on_device, device=str(link.device))
+    expected = dataclasses.replace(planned, directories=ran.directories, on_device=named)
+    assert cast("Any", expected) == ran

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mt_lightning.commands.plan.model import worker_for
-from mt_lightning.engine.engine import Engine
-from mt_lightning.engine.machine import open_machine
 from mt_lightning.engine.options import Options
 from mt_lightning.errors import BudgetError
 from mt_lightning.planning.machines import GIB, Machine, changed, find_machine, parse_drives
 from mt_lightning.planning.planner import answer
 from mt_lightning.planning.tiers import Model, lay_out, place, tiers_of
 from mt_lightning.planning.training import Training
+
+from .begun import attached
 
 SHAPES = st.fixed_dictionaries(
     {
@@ -44,23 +44,6 @@ def llama(shape: dict) -> LlamaForCausalLM:
 def on_meta(shape: dict) -> Model:
     with torch.device("meta"):
         return Model.of("llama", llama(shape))
-
-
-def attached(model: LlamaForCausalLM, directory: Path, training: Training) -> Engine:
-    """Begin a run as the strategy does."""
-    engine = Engine(model, open_machine([str(directory)], "error"), training.options)
-    try:
-        engine.prepare()
-        engine.attach(
-            [training.make_optimizer(model)],
-            schedule=training.schedule,
-            micro_batches=training.accumulate_grad_batches,
-            layer_major="auto",
-        )
-    except BudgetError:
-        engine.machine.close()
-        raise
-    return engine
 
 
 @settings(max_examples=8, deadline=None)

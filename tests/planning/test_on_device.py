@@ -9,8 +9,6 @@ from typing import Any, cast
 import pytest
 
 from mt_lightning.commands.plan.model import worker_for
-from mt_lightning.engine.engine import Engine
-from mt_lightning.engine.machine import open_machine
 from mt_lightning.engine.options import Options
 from mt_lightning.planning.footprint import footprint
 from mt_lightning.planning.machines import find_machine
@@ -21,7 +19,9 @@ from mt_lightning.planning.tiers import lay_out, place
 from mt_lightning.planning.timing import DOWN, UP, UPDATE
 from mt_lightning.planning.training import Training
 from mt_lightning.tiers.delayed import DelayedLink
-from tests.planning.test_plan import llama, on_meta
+
+from .begun import attached
+from .test_plan import llama, on_meta
 
 NVLINK = find_machine("gh200")
 
@@ -81,16 +81,9 @@ def test_a_run_on_a_device_takes_the_plan_that_was_made(
     options = Options(max_ram_gb=1.0, max_vram_gb=max_vram_gb)
     training = Training(accumulate_grad_batches=micros, precision="32-true", options=options)
     planned = place(lay_out(on_meta(), training), training, NVLINK)
-    root, link = llama(), DelayedLink()
+    link = DelayedLink()
     link.staging_bytes = PlannedLink.staging_bytes
-    engine = Engine(root, open_machine([str(tmp_path / "pages")], "error", link=link), options)
-    engine.prepare()
-    engine.attach(
-        [training.make_optimizer(root)],
-        schedule=training.schedule,
-        micro_batches=micros,
-        layer_major="auto",
-    )
+    engine = attached(llama(), tmp_path / "pages", training, link)
     ran = engine.plan
     engine.detach()
     engine.machine.close()

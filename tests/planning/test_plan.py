@@ -26,6 +26,8 @@ from mt_lightning.planning.process import process_peak
 from mt_lightning.planning.tiers import Model, lay_out, place, tiers_of
 from mt_lightning.planning.training import Training
 
+from .begun import attached
+
 
 def llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(
@@ -70,15 +72,7 @@ def test_a_run_takes_the_plan_that_was_made_without_weights(
     build = lay_out(model, training)
     planned = place(build, training, machine)
 
-    root = llama()
-    engine = Engine(root, open_machine([str(tmp_path / "pages")], "error"), options)
-    engine.prepare()
-    engine.attach(
-        [training.make_optimizer(root)],
-        schedule=training.schedule,
-        micro_batches=micros,
-        layer_major="auto",
-    )
+    engine = attached(llama(), tmp_path / "pages", training)
     ran, disk_bytes = engine.plan, engine.disk_bytes
     engine.detach()
     engine.machine.close()

@@ -299,12 +299,12 @@ class Attached:
         run = self.run
         report_first_step(self.run, drained=False)
         self.masters.settle()
-        self.masters.find_writes()
+        self.masters.before_step()
         if skip:
             run.steps.zero_grad(optimizer)
             self._stats.skipped_steps += 1
         applied = not skip and run.steps.step(optimizer)
-        self.masters.watch_again()
+        self.masters.after_step()
         run.binder.used.difference_update(p.index for p in run.steps.trained[optimizer].pages)
         run.binder.used.update(run.build.resident)
         run.ahead.predictor.end_of_step()

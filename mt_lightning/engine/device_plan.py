@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mt_lightning.engine.build import Build
+from mt_lightning.engine.needs import master_bytes_of
 from mt_lightning.engine.units import Unit
 from mt_lightning.errors import BudgetError
 from mt_lightning.pages.sizes import align_up
@@ -35,6 +36,7 @@ class DevicePlan:
         inputs_bytes: Room for the inputs of units; what is above it goes to RAM.
         sweep_bytes: What a pass forward and back brings of weights, where all are updated.
         home_bytes: Gradients and optimizer state that stay there, and are updated there.
+        host_reason: Why the host updates; empty where it does not.
     """
 
     device: str
@@ -48,6 +50,7 @@ class DevicePlan:
     inputs_bytes: int
     sweep_bytes: int
     home_bytes: int = 0
+    host_reason: str = ""
 
     @property
     def holds_all(self) -> bool:
@@ -73,6 +76,8 @@ class DevicePlan:
         if self.updates:
             home = f"{self.device}: updates run there, commits copy from it"
             rows.insert(2, ("  gradients and optimizer state", self.home_bytes, home))
+        elif self.host_reason:
+            rows.insert(2, ("  updated there", 0, f"the host updates: {self.host_reason}"))
         return rows
 
 
@@ -150,12 +155,16 @@ def _weights(unit: Unit, build: Build) -> int:
 
 
 def _home_bytes(build: Build) -> int:
-    """Return what a run keeps beside its weights: gradients, and state as the optimizer sees it."""
+    """Return what a run keeps beside its weights: gradients, and state as the optimizer sees it.
+
+    And room for the fp32 masters of what is being updated.
+    """
     trained = [page for page in build.table if page.layout.optimizer is not None]
     resident = set(build.resident)  # their gradients are counted beside their weights
     grads = sum(page.layout.grad_bytes for page in trained if page.index not in resident)
     chunks = [chunk for page in trained for chunk in page.state_layout.chunks]
-    return grads + sum(align_up(chunk.nbytes) for chunk in chunks)
+    masters = master_bytes_of(trained, build.resident)
+    return grads + sum(align_up(chunk.nbytes) for chunk in chunks) + masters
 
 
 def _unit_need(unit: Unit, build: Build, trains: bool) -> int:

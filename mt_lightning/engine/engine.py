@@ -318,7 +318,7 @@ class Engine:
             entry.wait()
             run.resident.append(entry)
             run.binder.settle(entry.page, run.planes.keep(entry.page, entry))
-            self.live.masters.watch(entry.page, entry.frame)
+            self.live.masters.watch(entry.page)
         self._executors = [Executor(self.live, unit) for unit in run.build.units]
         for executor in self._executors:
             executor.attach()

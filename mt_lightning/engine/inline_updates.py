@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import torch
 
+from mt_lightning.engine.masters.seen import Seen
 from mt_lightning.engine.update import Due, PageUpdate, Updater
 from mt_lightning.pager.device_pool import DevicePool
 from mt_lightning.pager.pool import PoolEntry, WeightPool
@@ -27,12 +28,16 @@ class InlineUpdates:
         pool: Weights on the host.
         updater: Steps the optimizer.
         there: Weights on the device where they are updated, None where the host updates.
+        seen: Weights that user code may write to, as updates leave them.
     """
 
-    def __init__(self, pool: WeightPool, updater: Updater, there: DevicePool | None) -> None:
+    def __init__(
+        self, pool: WeightPool, updater: Updater, there: DevicePool | None, seen: Seen
+    ) -> None:
         self._pool = pool
         self._updater = updater
         self._there = there
+        self._seen = seen
 
     @spans.spanned("update", ledger.UPDATE)
     def run(self, page: Page, due: Due, make_job: MakeJob) -> None:
@@ -53,8 +58,10 @@ class InlineUpdates:
                 there.bring(page, entry)
                 job = make_job(page, due, entry)
                 job.plane = there.begin_update(page)
+                job.unwritten = self._seen.unwritten(page, job.plane)
                 self._updater.update(job).wait()
                 there.end_update(page)
+                self._seen.take(page, job.plane)
             due.grads.free()
             there.release(page)
         finally:

@@ -59,16 +59,30 @@ def choose_plan(
     on_device = place()
     crosses = on_device.sweep_bytes > 0
     plan = _choose_order(build, durability, layer_major, crosses=crosses, **common)
-    if facts["trains"] and plan.in_ram and plan.durability == "checkpoint" and _is_plain(build):
-        on_device = place(at_home=True)
+    if facts["trains"]:
+        reason = _host_reason(build, plan)
+        on_device = on_device if reason else place(at_home=True)
+        if not (reason or on_device.updates):
+            reason = "max_vram_gb does not hold gradients and optimizer state beside weights"
+        on_device = dataclasses.replace(on_device, host_reason=reason)
     # Graphs hold memory of the device.
     return dataclasses.replace(plan, on_device=on_device, graph_bytes=0)
 
 
-def _is_plain(build: Build) -> bool:
-    """Return whether optimizer state is kept as the optimizer sees it."""
+def _host_reason(build: Build, plan: Plan) -> str:
+    """Return why a run that fits a device could not be updated there, empty where it could.
+
+    [Note: coded state] It is coded since memory is short, and the codecs are the host's own code:
+    a device would have to hold what it codes as it is, and there would be nothing gained by coding.
+    """
     layouts = [page.state_layout for page in build.table]
-    return not any(each.slots or each.formats or each.has_masters for each in layouts)
+    if any(each.slots or each.formats for each in layouts):
+        return "optimizer_compression keeps state coded"
+    if not plan.in_ram:
+        return "max_ram_gb does not hold all of it, and commits are written from there"
+    if plan.durability != "checkpoint":
+        return "durability='step' commits each step"
+    return ""
 
 
 def _choose_order(

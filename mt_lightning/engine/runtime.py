@@ -17,6 +17,7 @@ from mt_lightning.engine.inputs.place import place_inputs
 from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.leaving import Leaving
 from mt_lightning.engine.machine import Machine
+from mt_lightning.engine.masters.seen import Seen
 from mt_lightning.engine.on_device import move_buffers
 from mt_lightning.engine.placement import place_planes
 from mt_lightning.engine.plan import Plan
@@ -68,6 +69,7 @@ class Runtime:
     graphs: Keeper
     inputs: InputTier
     device_state: DeviceState | None
+    seen: Seen
     held: list[tuple[Frame, Reservation]]
     resident: list[PoolEntry]
 
@@ -119,6 +121,8 @@ def start(
     there = planes if plan.on_device is not None and plan.on_device.updates else None
     assert there is None or isinstance(there, DevicePool)
     device_state = None if there is None else DeviceState(machine.link, there, stats)
+    if there is not None:
+        there.budget.reserve(plan.master_bytes, "masters")
     gradients = Gradients(
         build.table, pool, machine.link, leaving, resident, there, rounds=rounds_gradients
     )
@@ -175,9 +179,10 @@ def start(
         build.table, pool, machine.store, machine.io, state, resident, active=lazy, planes=planes
     )
     trained = [trained_by(index, optimizer, build) for index, optimizer in enumerate(optimizers)]
+    seen = Seen()
     steps = Steps(
         build, trained, gradients, pool, worker, updater, inline, spiller, committer,
-        stats, set(plan.spilled), nonfinite, write_back, machine.clock, there,
+        stats, set(plan.spilled), nonfinite, write_back, machine.clock, seen, there,
     )  # fmt: skip
     graphs = Keeper(plan.recompute, build, room, stats)
     if isinstance(planes, DevicePool):
@@ -209,6 +214,7 @@ def start(
         graphs=graphs,
         inputs=inputs,
         device_state=device_state,
+        seen=seen,
         held=held,
         resident=[],
     )

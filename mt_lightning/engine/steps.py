@@ -20,6 +20,7 @@ from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.gradients import Gradients, PageGrads
 from mt_lightning.engine.held import held_finite, held_norms, skip_nonfinite
 from mt_lightning.engine.inline_updates import InlineUpdates
+from mt_lightning.engine.masters.seen import Seen
 from mt_lightning.engine.spill import Spiller
 from mt_lightning.engine.step_commits import StepCommits
 from mt_lightning.engine.trained import Trained
@@ -55,6 +56,7 @@ class Steps:
         nonfinite: str,
         write_back: WriteBack,
         clock: ledger.Clock,
+        seen: Seen,
         there: DevicePool | None = None,
     ) -> None:
         self._build = build
@@ -65,7 +67,7 @@ class Steps:
         self._worker = worker
         self._updater = updater
         self._inline = inline
-        self._inline_updates = InlineUpdates(pool, inline, there)
+        self._inline_updates = InlineUpdates(pool, inline, there, seen)
         self._spiller = spiller
         self._stats = stats
         self.spilled = spilled

@@ -12,6 +12,7 @@ this one: its chunks take the frames of the ring as those are written.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -50,6 +51,8 @@ class PageUpdate:
         hyper: Frozen hyper-parameters.
         clip: What clipping does.
         plane: The weights on the device, where they are updated there.
+        unwritten: By parameter, 1 where its weights are what the last update left, else 0: then its
+            master has no rest any more. Parameters that nobody else writes to are not named.
     """
 
     page: Page
@@ -60,6 +63,7 @@ class PageUpdate:
     hyper: Hyper
     clip: Clip
     plane: torch.Tensor | None = None
+    unwritten: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def weights(self) -> torch.Tensor:
@@ -291,6 +295,8 @@ class Updater:
             tensors = self._state_views(page, segment, loaded.memory, before)
             if MASTER_REST in tensors:
                 halves.append(Half(param, tensors.pop(MASTER_REST)))
+                if segment.param in job.unwritten:
+                    halves[-1].rest.mul_(job.unwritten[segment.param])
                 param = halves[-1].master()
             grad = grad.to(param.dtype)
             state = {

@@ -26,14 +26,15 @@ def split(master: torch.Tensor, weight: torch.Tensor | None, rest: torch.Tensor 
     """Write the two halves of masters.
 
     Args:
-        master: float32, any shape and strides, on the CPU.
+        master: float32, any shape and strides.
         weight: bfloat16, of the same shape, overwritten; None: not wanted.
         rest: int16, of the same shape, overwritten; None: not wanted.
     """
     for values, upper, lower in _pieces(master.detach(), weight, rest):
         assert values is not None
         bits = values.view(torch.int32)
-        if bool(values.numel()) and bool(values.amax().isnan()):
+        # A device is not asked: the answer would have to be waited for.
+        if not values.is_cpu or (bool(values.numel()) and bool(values.amax().isnan())):
             bits = _tame(bits)
         if lower is not None:
             lower.copy_(bits)  # the low half
@@ -45,7 +46,7 @@ def join(weight: torch.Tensor, rest: torch.Tensor, out: torch.Tensor) -> torch.T
     """Write the masters of two halves to `out`, and return it.
 
     Args:
-        weight: bfloat16, any shape and strides, on the CPU.
+        weight: bfloat16, any shape and strides.
         rest: int16, of the same shape.
         out: float32, of the same shape; overwritten.
     """
@@ -67,7 +68,8 @@ def round_to(weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def _pieces(*tensors: torch.Tensor | None) -> Iterator[tuple[torch.Tensor | None, ...]]:
     """Yield parts of tensors of one shape that stay in a processor's cache while they are used."""
     given = [t.detach() for t in tensors if t is not None]
-    if given[0].numel() <= _PIECE_NUMEL or not all(t.is_contiguous() for t in given):
+    small = given[0].numel() <= _PIECE_NUMEL or not given[0].is_cpu
+    if small or not all(t.is_contiguous() for t in given):
         yield tensors
         return
     flat = [t.detach().view(-1) if t is not None else None for t in tensors]

@@ -221,11 +221,16 @@ class DevicePool(Planes):
         source.wait()
         source.dirty |= entry.dirty
         entry.dirty = False
-        into = torch.empty_like(source.frame.tensor)
-        # A copy: what was handed to the link is no longer ours.
-        self._link.done(self._link.download(entry.frame.tensor.clone(), into))
+        into = self.on_host(entry.frame.tensor)
         if not torch.equal(into, source.frame.tensor):
             source.frame.tensor.copy_(into)
+
+    def on_host(self, plane: torch.Tensor) -> torch.Tensor:
+        """Download a copy, and wait for it."""
+        into = torch.empty_like(plane, device="cpu")
+        # A copy: what was handed to the link is no longer ours.
+        self._link.done(self._link.download(plane.clone(), into))
+        return into
 
     # -- updates on the device --------------------------------------------------------------------
     def begin_update(self, page: Page) -> torch.Tensor:

@@ -64,6 +64,10 @@ class Planes(ABC):
         """Return whether the last version of a page is here alone."""
 
     @abstractmethod
+    def on_host(self, plane: torch.Tensor) -> torch.Tensor:
+        """Return a copy of what lies where it computes, once compute has made it."""
+
+    @abstractmethod
     def come_home(self) -> None:
         """Let frames of the host hold the last version of every page."""
 
@@ -126,6 +130,10 @@ class HostPlanes(Planes):
     def is_ahead(self, page: Page) -> bool:
         """Return False."""
         return False
+
+    def on_host(self, plane: torch.Tensor) -> torch.Tensor:
+        """Return it as it is."""
+        return plane
 
     def come_home(self) -> None:
         """Do nothing."""

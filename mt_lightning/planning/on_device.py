@@ -9,8 +9,6 @@ from mt_lightning.tiers.accelerator import NUM_PIECES, PIECE_BYTES
 
 DEVICE_SHARE = 0.92
 """Of the device's memory; the rest is the driver's, the context's and lost to fragmentation."""
-_UPDATE_BYTES = 12
-"""Of weight and gradient, moved through memory for each parameter that is updated."""
 
 
 class PlannedLink:
@@ -39,6 +37,5 @@ def stays_there(plan: Plan) -> bool:
 
 def seconds_there(page: Page, machine: Machine) -> float:
     """Return how long the device updates a page: it reads and writes all of it once."""
-    numel = sum(spec.numel for spec in page.layout.params)
-    moved = _UPDATE_BYTES * numel + 2 * page.state_layout.plain_bytes
+    moved = 2 * page.layout.nbytes + page.layout.grad_bytes + 2 * page.state_layout.plain_bytes
     return moved / machine.device.memory_bytes_per_s

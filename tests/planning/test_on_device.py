@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from mt_lightning.commands.plan.model import worker_for
+from mt_lightning.commands.plan.tables import as_data
 from mt_lightning.engine.options import Options
 from mt_lightning.planning.footprint import footprint
 from mt_lightning.planning.machines import find_machine
@@ -26,13 +27,13 @@ from .test_plan import llama, on_meta
 NVLINK = find_machine("gh200")
 
 
-def plan(micros: int = 1, **options: Any) -> Answer:
+def plan(micros: int = 1, precision: Any = "32-true", **options: Any) -> Answer:
     given = {"max_ram_gb": 1.0, "max_vram_gb": 0.1, **options}
     training = Training(
         batch_size=2,
         sequence_length=64,
         accumulate_grad_batches=micros,
-        precision="32-true",
+        precision=precision,
         options=Options(**given),
     )
     model = on_meta()
@@ -56,13 +57,36 @@ def test_what_fits_the_device_stays_there_and_is_updated_there() -> None:
     assert footprint(found)[-1].device == found.tiers.device_bytes
 
 
+def test_masters_stay_there_too() -> None:
+    found = plan(precision="bf16-true")
+    assert found.plan is not None
+    assert found.build is not None
+    assert found.tiers is not None
+    assert stays_there(found.plan)
+    state = sum(page.state.nbytes for page in found.build.table)
+    assert found.tiers.device["optimizer state"] >= state + found.plan.master_bytes
+    assert not simulate(found).busy_s.get(DOWN, 0.0)
+    assert as_data(found, None, None, [])["plan"]["updates_on"] == "device"
+
+
 @pytest.mark.parametrize(
-    "options", [{"max_vram_gb": 0.002}, {"optimizer_compression": True}, {"durability": "step"}]
+    ("options", "reason"),
+    [
+        ({"max_vram_gb": 0.002}, "max_vram_gb does not hold"),
+        ({"optimizer_compression": True}, "optimizer_compression"),
+        ({"optimizer_compression": "lossless"}, "optimizer_compression"),
+        ({"durability": "step"}, "durability='step'"),
+    ],
 )
-def test_what_does_not_fit_is_updated_on_the_host(options: dict[str, Any]) -> None:
+def test_what_does_not_fit_is_updated_on_the_host(options: dict[str, Any], reason: str) -> None:
     found = plan(**options)
     assert found.plan is not None
     assert not stays_there(found.plan)
+    assert found.plan.on_device is not None
+    assert found.plan.on_device.host_reason.startswith(reason)
+    (row,) = [row for row in found.plan.rows() if row[0] == "  updated there"]
+    assert row[2].startswith(f"the host updates: {reason}")
+    assert as_data(found, None, None, [])["plan"]["updates_on"] == "host"
     assert simulate(found).busy_s[DOWN] > 0
 
 

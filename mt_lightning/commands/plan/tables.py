@@ -257,6 +257,8 @@ def _notes(found: Answer) -> Iterator[str]:
         yield f"Computing was estimated from the number of parameters: {found.work.reason}."
     if found.plan is not None and stays_there(found.plan):
         yield "All of it fits the device: it stays there and is updated there."
+    elif found.plan is not None and found.plan.on_device is not None:
+        yield f"The host updates: {found.plan.on_device.host_reason}."
     if found.plan is not None and found.plan.order == "undecided":
         yield (
             "Batches are taken to run unit by unit, as layer_major='auto' lets them when the first "
@@ -285,6 +287,7 @@ def as_data(
             "durability": plan.durability,
             "schedule": plan.schedule,
             "placement": found.placement,
+            "updates_on": "device" if stays_there(plan) else "host",
         }
         peak = process_peak(tiers, 0)
         data["bytes"] = {

@@ -21,6 +21,7 @@ from mt_lightning.engine.masters.halves import (
     whole_masters,
     write_weight,
 )
+from mt_lightning.engine.masters.seen import bytes_of
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.state_chunks import StateChunks
 from mt_lightning.optim.masters import REST_DTYPE, join
@@ -47,7 +48,7 @@ class MasterEdits:
         self._chunks = chunks
         self._held: dict[int, tuple[list[torch.Tensor], Reservation]] = {}
         self._open: Counter[int] = Counter()
-        self._seen: dict[int, torch.Tensor] = {}
+        self._seen = run.seen
 
     # -- pages that are written to ----------------------------------------------------------------
     def begin(self, page: Page, dtypes: list[torch.dtype] | None = None) -> None:
@@ -71,7 +72,7 @@ class MasterEdits:
         if self._open[page.index]:
             return
         del self._open[page.index]
-        if page.index in self._seen:
+        if page in self._seen:
             self.settle()
         self._run.binder.blank(page)
 
@@ -89,17 +90,17 @@ class MasterEdits:
             reservation.free()
 
     def _split(self, page: Page, masters: list[torch.Tensor]) -> None:
-        stays = page.index in self._seen
+        stays = page in self._seen
         frame = self._resident_frame(page) if stays else self._run.writer.open(page).frame
         with torch.no_grad():
             for spec, master in zip(page.layout.params, masters, strict=True):
                 write_weight(spec, frame.tensor, master)
         if stays:
-            self._seen[page.index] = frame.tensor.clone()
             entry = self._run.pool.entry(page)
             assert entry is not None
             entry.dirty = True
             self._run.pool.changed(page)
+            self._seen.take(page, self._shown(page))
         else:
             self._run.writer.close(page)
 
@@ -174,40 +175,52 @@ class MasterEdits:
         ]
 
     # -- pages that stay in RAM -------------------------------------------------------------------
-    def watch(self, page: Page, frame: Frame) -> None:
+    def watch(self, page: Page) -> None:
         """Remember the weights of a page that stays in RAM, as they belong to their rests."""
         if page.state_layout.has_masters:
-            self._seen[page.index] = frame.tensor.clone()
+            self._seen.watch(page, self._shown(page))
 
     def watch_again(self) -> None:
-        """Remember them anew, after updates."""
-        for index in self._seen:
-            self._seen[index].copy_(self._resident_frame(self._run.build.table[index]).tensor)
+        """Remember them anew: they are those of the last commit."""
+        for index, _ in self._seen:
+            page = self._run.build.table[index]
+            self._seen.take(page, self._shown(page))
+
+    def before_step(self) -> None:
+        """Drop the rests of parameters that user code has written to; see `seen` for a device."""
+        if self._run.device_state is None:
+            self.find_writes()
+
+    def after_step(self) -> None:
+        """Remember what an update has made."""
+        if self._run.device_state is None:
+            self.watch_again()
 
     def find_writes(self) -> None:
-        """Drop the rests of parameters that user code has written to."""
-        for index, seen in self._seen.items():
+        """Drop the rests of parameters that user code has written to; no update is pending."""
+        for index, seen in self._seen:
             page = self._run.build.table[index]
             self._run.pool.changes(page)
-            now = self._resident_frame(page).tensor
-            if torch.equal(seen, now):
+            now, before = self._resident_frame(page).tensor, self._run.planes.on_host(seen)
+            if torch.equal(before, now):
                 continue
             written: dict[int, torch.Tensor | None] = {
                 i: None
                 for i in page.state_layout.rest_params
-                if not torch.equal(_bytes(page, i, seen), _bytes(page, i, now))
+                if not torch.equal(bytes_of(page, i, before), bytes_of(page, i, now))
             }
-            seen.copy_(now)
+            self._seen.take(page, self._shown(page))
             if written:
                 self._run.steps.drain()
                 self.rewrite(page, written)
+
+    def _shown(self, page: Page) -> torch.Tensor:
+        """Return what updates change: the plane on a device where they run there."""
+        run = self._run
+        there = run.device_state is not None
+        return run.planes.plane(page) if there else self._resident_frame(page).tensor
 
     def _resident_frame(self, page: Page) -> Frame:
         entry = self._run.pool.entry(page)
         assert entry is not None
         return entry.frame
-
-
-def _bytes(page: Page, param: int, plane: torch.Tensor) -> torch.Tensor:
-    spec = page.layout.params[param]
-    return plane[spec.offset : spec.offset + spec.nbytes]

@@ -38,10 +38,7 @@ class Clipping:
         Raises:
             StepError: They are clipped already.
         """
-        if optimizer in self._unscale:
-            # A power of two: no bit of the norm depends on when it is multiplied.
-            norms = [norm * self._unscale[optimizer] for norm in norms]
-        norm = total_norm(norms, dtypes)
+        norm = total_norm([self.unscaled(optimizer, norm) for norm in norms], dtypes)
         if norms:
             self._set(optimizer, Clip(coefficient=clip_coefficient(float(max_norm), norm)))
         self.last_norm = float(norm)
@@ -59,6 +56,11 @@ class Clipping:
         """Multiply gradients by `factor`, a power of two, before they are clipped."""
         self._check_open(optimizer)
         self._unscale[optimizer] = factor
+
+    def unscaled(self, optimizer: int, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of a gradient of `optimizer` as it is once it is unscaled."""
+        # A power of two: no bit of the norm depends on when it is multiplied.
+        return norm * self._unscale[optimizer] if optimizer in self._unscale else norm
 
     def share(self, optimizers: Sequence[int], clip: Clip) -> None:
         """Clip the gradients of several optimizers alike.

@@ -100,7 +100,11 @@ class Clipper:
 
     def _norm(self, page: int, index: int) -> torch.Tensor | None:
         of_index = self._run.build.table[page]
-        return held_norm(self._run.gradients.held(of_index), of_index, index)
+        norm = held_norm(self._run.gradients.held(of_index), of_index, index)
+        owner = of_index.layout.optimizer
+        if norm is None or owner is None:
+            return norm
+        return self._run.steps.clipping.unscaled(owner, norm)
 
     def _owners(self, parameters: Sequence[torch.Tensor]) -> list[int]:
         """Return the optimizers whose gradients these are, which must be all that they have."""

@@ -22,6 +22,7 @@ from mt_lightning.pager.stats import Stats
 from mt_lightning.paging import open_handles
 from mt_lightning.paging.clipping import Clipper
 from mt_lightning.paging.routes import Routes
+from mt_lightning.paging.scaling import ScalerGuard
 from mt_lightning.plugins.guard import ClipGuard
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,8 @@ class Paged:
         self._clipper = Clipper(engine.live.run, self.places)
         self._guard = ClipGuard(self._clipper.answer)
         self._guard.attach(engine.root)
+        self._scalers = ScalerGuard(self._optimizers, self._unscale)
+        self._scalers.attach()
         self._routes = Routes(engine.root, self._optimizers, self)
         self._routes.attach()
         open_handles.add(self)
@@ -178,6 +181,7 @@ class Paged:
         if self.closed:
             return
         self._guard.detach()
+        self._scalers.detach()
         self._routes.detach()
         open_handles.discard(self)
         try:
@@ -238,6 +242,13 @@ class Paged:
         run = self._engine.live.run
         run.worker.drain()
         return nonfinite_names(run.steps.trained[optimizer], run.gradients)
+
+    def _unscale(self, optimizer: int, factor: float) -> bool | None:
+        """Undo the scale of a loss; see `scaling`."""
+        live = self._engine.live
+        finite = live.unscale(optimizer, factor)
+        pages = live.run.gradients.holding()
+        return finite if any(page.layout.optimizer == optimizer for page in pages) else None
 
     def _trained(self) -> list[torch.Tensor]:
         trained: set[int] = {

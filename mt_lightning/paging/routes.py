@@ -12,9 +12,6 @@ from torch.optim import Optimizer
 
 from mt_lightning.errors import StepError
 
-_OF_SCALER = ("grad_scale", "found_inf")
-"""What a `GradScaler` leaves on an optimizer that says it can do with it."""
-
 _SCALES = "_step_supports_amp_scaling"
 
 
@@ -44,10 +41,10 @@ class Routes:
         """Lead the methods."""
         for index, optimizer in enumerate(self._optimizers):
             own = optimizer.__dict__
-            self._put(own, "step", self._step(index, optimizer, own["step"]))
+            self._put(own, "step", self._step(index, own["step"]))
             self._put(own, "zero_grad", _zero_grad(own["zero_grad"]))
-            # A scaler then calls `step`, which can refuse it; else it would find no gradient.
-            self._put(own, _SCALES, True)
+            # A scaler asks for gradients then, which is answered, and hands none to `step`.
+            self._put(own, _SCALES, False)
         optimizers = self._optimizers
 
         def zero_all(set_to_none: bool = True) -> None:
@@ -72,12 +69,11 @@ class Routes:
         self._kept.append((own, name, own.get(name)))
         own[name] = value
 
-    def _step(self, index: int, optimizer: Optimizer, inner: Callable[..., Any]) -> Any:
+    def _step(self, index: int, inner: Callable[..., Any]) -> Any:
         checks = self._checks
 
         @functools.wraps(inner)  # a scheduler finds its mark
         def step(closure: Callable[[], Any] | None = None) -> Any:
-            _refuse_scaler(optimizer)
             if closure is None:
                 checks.check_step(index)
                 return inner()
@@ -104,18 +100,6 @@ def _zero_grad(inner: Callable[..., None]) -> Callable[..., None]:
         inner()
 
     return zero_grad
-
-
-def _refuse_scaler(optimizer: Optimizer) -> None:
-    found = [name for name in _OF_SCALER if getattr(optimizer, name, None) is not None]
-    for name in _OF_SCALER:
-        optimizer.__dict__.pop(name, None)
-    if found:
-        raise StepError(
-            "a GradScaler cannot unscale gradients that are on pages. Nothing was changed. Train "
-            "in bfloat16, torch.autocast('cpu', dtype=torch.bfloat16), which needs no scaler, or "
-            "make the scaler with enabled=False."
-        )
 
 
 def _apply(module: nn.Module) -> Callable[..., nn.Module]:

@@ -56,12 +56,6 @@ def _penalty(net: Net, optimizer: Optimizer) -> None:
     optimizer.step()
 
 
-def _scaler(net: Net, optimizer: Optimizer) -> None:
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(torch.ones(1))
-    scaler.step(optimizer)
-
-
 def _replaced(net: Net, optimizer: Optimizer) -> None:
     kept, net.blocks[0].up = net.blocks[0].up, nn.Linear(16, 32)
     try:
@@ -80,7 +74,6 @@ REFUSED: dict[str, tuple[Callable[[Net, Optimizer], Any], str]] = {
     ),
     "gradients by hand": (_by_hand, "p.grad was set by hand"),
     "a penalty over weights": (_penalty, "weight_decay"),
-    "a scaler": (_scaler, "bfloat16"),
     "modules replaced": (_replaced, "page it again"),
     "zeros": (lambda _, optimizer: optimizer.zero_grad(set_to_none=False), "set_to_none"),
     "zero a part": (lambda net, _: net.blocks[0].zero_grad(), "of the model"),

@@ -86,6 +86,30 @@ def test_the_scale_goes_on_from_the_last_commit(tmp_path: Path) -> None:
     assert scales + second.scales == whole.scales
 
 
+@pytest.mark.parametrize(("at", "durability"), [(2, "step"), (3, "step"), (2, "checkpoint")])
+def test_a_run_that_breaks_off_around_a_skipped_step_goes_on_as_if_it_had_not(
+    at: int, durability: Any, tmp_path: Path
+) -> None:
+    class Breaking(Overflowing):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == at:
+                raise RuntimeError("broken off")
+
+    whole, first, second = Overflowing(), Breaking(), Overflowing()
+    fit(whole, tmp_path, plugins=[halves()])
+    settings = {"offload_dir": tmp_path / "pages", "max_ram_gb": 0.5, "durability": durability}
+    with pytest.raises(RuntimeError, match="broken off"):
+        fit(first, tmp_path, mt.MegaTrainStrategy(**settings), plugins=[halves()])
+    del first
+    again = mt.MegaTrainStrategy(on_existing="resume", **settings)
+    trainer = fit(second, tmp_path, again, plugins=[halves()])
+    assert_same(second, whole)
+    assert second.scales == whole.scales[-len(second.scales) :]
+    # The second batch was skipped, and changed nothing: it is taken, and skipped, once more.
+    assert len(second.scales) == {2: 3, 3: 1}[at]
+    assert trainer.global_step == whole.trainer.global_step
+
+
 def test_a_checkpoint_holds_the_scaler_for_either(tmp_path: Path) -> None:
     states = []
     for strategy in ("auto", mt.MegaTrainStrategy(max_ram_gb=0.5)):

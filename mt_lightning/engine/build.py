@@ -92,6 +92,8 @@ def build_pages(
     slice_bytes: int,
     codecs: list[StateCodec],
     has_rest: Callable[[nn.Parameter], bool] | None = None,
+    *,
+    rounds: bool = False,
 ) -> Build:
     """Lay out every parameter of `root`.
 
@@ -104,6 +106,7 @@ def build_pages(
         codecs: How the state of each optimizer is kept.
         has_rest: Tells of a parameter that no optimizer trains whether its values have more than
             bfloat16 holds; None where weights are not halves of fp32 masters.
+        rounds: Whether fp32 gradients wait as bfloat16.
 
     Raises:
         ConfigError: Code was compiled across units, or a parameter cannot be laid out.
@@ -139,6 +142,7 @@ def build_pages(
                 [(n.name, n.param, n.stride) for n in named],
                 packed=bool(packings),
                 halves=masters,
+                rounds=rounds,
             )
         )
         members.append(

@@ -161,7 +161,7 @@ def _home_bytes(build: Build) -> int:
     """
     trained = [page for page in build.table if page.layout.optimizer is not None]
     resident = set(build.resident)  # their gradients are counted beside their weights
-    grads = sum(page.layout.grad_bytes for page in trained if page.index not in resident)
+    grads = sum(page.layout.waiting_bytes for page in trained if page.index not in resident)
     chunks = [chunk for page in trained for chunk in page.state_layout.chunks]
     masters = master_bytes_of(trained, build.resident)
     return grads + sum(align_up(chunk.nbytes) for chunk in chunks) + masters

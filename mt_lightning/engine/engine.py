@@ -221,6 +221,7 @@ class Engine:
                 self._slice_bytes,
                 codecs,
                 (lambda p: p.dtype == torch.float32 or id(p) in rests) if self.masters else None,
+                rounds=self.options.gradient_dtype == "bf16",
             )
         plan = choose_plan(
             build,
@@ -268,7 +269,6 @@ class Engine:
             self._committer,
             slice_bytes=self._slice_bytes,
             nonfinite=self.options.nonfinite,
-            rounds_gradients=self.options.gradient_dtype == "bf16",
             read_ahead=self._read_ahead,
             max_disk_bytes=max_disk_bytes(self.options.max_disk_gb),
         )

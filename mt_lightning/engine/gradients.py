@@ -138,12 +138,8 @@ class Gradients:
         leaving: Leaving,
         resident: set[int],
         there: Memory | None = None,
-        *,
-        rounds: bool = False,
     ) -> None:
         self._table = table
-        self.rounds = rounds
-        """Whether fp32 gradients are rounded to bfloat16 as they arrive."""
         self.there = there
         """Where gradients stay when they are not needed on the host, None where they are."""
         self._memory: Memory = pool if there is None else there
@@ -167,7 +163,8 @@ class Gradients:
             # A gradient that needs nothing saved by the unit came before its replay.
             self._early.discard(page.index)
             return
-        nbytes = page.layout.grad_bytes
+        # What leaves a device is rounded there.
+        nbytes = page.layout.grad_bytes if self._stays else page.layout.waiting_bytes
         if nbytes and page.index not in self._resident:
             what = f"the gradients of page {page.layout.key} ({', '.join(page.layout.units)})"
             self._expected.setdefault(page.index, []).append(
@@ -183,14 +180,14 @@ class Gradients:
             self._early.add(page.index)
         arriving = self._arriving.setdefault(page.index, [])
         if self._stays:
-            arriving.append((param, self._rounded(grad)))
+            arriving.append((param, rounded(page, grad)))
         else:
             mine = self._grads[page.index]._ram[param] if page.index in self._grads else None
             for other, before in arriving:
                 if other == param and isinstance(before, Download):
                     mine = before.host
             spec = page.layout.params[param]
-            arriving.append((param, self._download(grad, spec, mine)))
+            arriving.append((param, self._download(rounded(page, grad), spec, mine)))
         return len(arriving) == needed
 
     def complete(self, page: Page) -> bool:
@@ -213,6 +210,7 @@ class Gradients:
                 del grad
             if not held.reservations and expected:
                 held.reservations.append(expected.pop())
+                held.reservations[-1].shrink(page.layout.waiting_bytes)
         self._leaving.complete(page)
         for reservation in expected:
             reservation.free()
@@ -226,7 +224,7 @@ class Gradients:
 
     def open(self, page: Page) -> PageGrads:
         """Return what `page` holds, having reserved its whole gradient."""
-        nbytes = page.layout.grad_bytes
+        nbytes = page.layout.waiting_bytes
         held = self._grads.setdefault(page.index, PageGrads([None] * len(page.layout.params)))
         if nbytes and page.index not in self._resident and not held.reservations:
             what = f"the gradients of page {page.layout.key} ({', '.join(page.layout.units)})"
@@ -247,7 +245,7 @@ class Gradients:
         """Let a sum leave for the open `page`, by parameter."""
         held = self._grads[page.index]
         for param, grad in sums.items():
-            download = self._download(grad, page.layout.params[param], None)
+            download = self._download(rounded(page, grad), page.layout.params[param], None)
             held.receive(param, download.host, partial(self._link.done, download))
             self._leaving.left(page, download)
         self._leaving.complete(page)
@@ -256,16 +254,15 @@ class Gradients:
         """Add a gradient to what the open `page` holds."""
         held, spec = self._grads[page.index], page.layout.params[param]
         if self._stays:
-            _add(held, param, self._rounded(grad), spec)
+            _add(held, param, rounded(page, grad), spec)
             return
-        download = self._download(grad, spec, held._ram[param])
+        download = self._download(rounded(page, grad), spec, held._ram[param])
         held.receive(param, download.host, partial(self._link.done, download))
         _ = held.ram  # nobody has counted what it takes on the device
 
     def _download(self, grad: torch.Tensor, spec: ParamSpec, mine: torch.Tensor | None) -> Download:
         """Send a gradient to the host, in the parameter's memory order, to be added to `mine`."""
         stride = spec.stride if spec.dense else contiguous_stride(spec.shape)
-        grad = self._rounded(grad)
         if grad.stride() != stride:
             own = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device=grad.device)
             grad = own.copy_(grad)
@@ -273,9 +270,6 @@ class Gradients:
         if into is None:
             into = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device="cpu")
         return self._link.download(grad, into, add=mine is not None)
-
-    def _rounded(self, grad: torch.Tensor) -> torch.Tensor:
-        return grad.bfloat16() if self.rounds and grad.dtype == torch.float32 else grad
 
     def unfinished(self) -> list[Page]:
         """Return pages whose backward has not been completed, in order of first arrival."""
@@ -345,6 +339,11 @@ def is_narrow(page: Page, param: int, grad: torch.Tensor) -> bool:
     """Return whether what the optimizer steps is float32, and the gradient that waits is not."""
     stepped = torch.float32 if page.state_layout.has_masters else page.layout.params[param].dtype
     return stepped == torch.float32 and grad.dtype == torch.bfloat16
+
+
+def rounded(page: Page, grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient as it waits: bfloat16 where fp32 ones are rounded."""
+    return grad.bfloat16() if page.layout.rounds and grad.dtype == torch.float32 else grad
 
 
 def _add(held: PageGrads, param: int, grad: torch.Tensor, spec: ParamSpec) -> None:

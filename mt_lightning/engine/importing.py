@@ -14,6 +14,7 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.masters.carried import Rests, sources
 from mt_lightning.engine.masters.edits import MasterEdits
 from mt_lightning.engine.masters.halves import write_weight
+from mt_lightning.engine.needs import spill_bytes
 from mt_lightning.engine.parking import Parking
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.runtime import Runtime
@@ -42,7 +43,7 @@ def file_sizes(table: PageTable, plan: Plan) -> dict[str, int]:
                 sizes[f"{page.state.key}.{slot}"] = page.state.nbytes
     for page in table:
         if page.index in plan.spilled:
-            sizes[f"{page.layout.key}.grad.0"] = page.layout.nbytes
+            sizes[f"{page.layout.key}.grad.0"] = spill_bytes(page)
     return sizes
 
 

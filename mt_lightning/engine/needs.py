@@ -2,18 +2,57 @@
 
 from __future__ import annotations
 
+import torch
+
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.units import Unit
-from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES, align_up
 from mt_lightning.pages.state import MASTER_REST
 from mt_lightning.pages.table import Page
 
 
 def longest_range(page: Page) -> int:
     """Bytes of gradients that pass through RAM at once on their way from or to disk."""
+    longest = min(BLOCK_BYTES, page.layout.nbytes)
     if page.state_layout.sliced and page.state_layout.chunks:
-        return page.state_layout.longest_range_bytes
-    return min(BLOCK_BYTES, page.layout.nbytes)
+        longest = page.state_layout.longest_range_bytes
+    return spill_place(page, 0, longest, 0)[1]
+
+
+def spill_place(page: Page, start: int, stop: int, number: int) -> tuple[int, int]:
+    """Return where a part of a gradient lies in its file, and how long it is there.
+
+    Args:
+        page: The page.
+        start: Where the weights of that part begin in their plane.
+        stop: Where they end.
+        number: Of the chunk, where parts are chunks: they begin on blocks of the drive.
+    """
+    if not page.layout.spills_halves:
+        return start, stop - start
+    gaps = 0 if page.state_layout.halves_on_blocks else ALIGN_BYTES * number
+    return align_up(start // 2) + gaps, align_up((stop - start) // 2)
+
+
+def spill_bytes(page: Page) -> int:
+    """Return the length of the file of a gradient."""
+    chunks = page.state_layout.chunks if page.state_layout.sliced else ()
+    if not (chunks and page.layout.spills_halves):
+        return spill_place(page, 0, page.layout.nbytes, 0)[1]
+    last = chunks[-1]
+    return sum(spill_place(page, last.start, last.stop, last.index))
+
+
+def widened_bytes(page: Page) -> int:
+    """Bytes of the fp32 gradients that are made of narrow ones for an update of a chunk."""
+    if not page.layout.rounds:
+        return 0
+    specs = page.layout.params
+    parts = (
+        sum(s.stop - s.start for s in chunk.segments if specs[s.param].dtype == torch.float32)
+        for chunk in page.state_layout.chunks
+    )
+    return torch.float32.itemsize * max(parts, default=0)
 
 
 def master_bytes_of(updated: list[Page], resident: list[int]) -> int:
@@ -21,7 +60,7 @@ def master_bytes_of(updated: list[Page], resident: list[int]) -> int:
     needs = {False: 0, True: 0}
     for page in updated:
         stays = page.index in resident
-        needs[stays] = max(needs[stays], page.state_layout.master_bytes)
+        needs[stays] = max(needs[stays], page.state_layout.master_bytes, widened_bytes(page))
     # What changes in those is found by a copy of their weights.
     seen = sum(
         p.layout.nbytes for p in updated if p.index in resident and p.state_layout.has_masters

@@ -16,6 +16,7 @@ from mt_lightning.engine.needs import (
     longest_range,
     master_bytes_of,
     rest_bytes_of,
+    spill_bytes,
     unit_need,
 )
 from mt_lightning.engine.worker import MAX_PENDING
@@ -42,7 +43,7 @@ class Plan:
         num_params: Parameters, in elements.
         weight_bytes: All weight planes.
         state_bytes: All state planes.
-        grad_bytes: One gradient for every trained parameter.
+        grad_bytes: One gradient for every trained parameter, as it waits for its update.
         largest_unit: Name of the unit that decides the smallest budget.
         min_ram_bytes: The smallest budget that works.
         ram_limit_bytes: The budget.
@@ -279,8 +280,8 @@ def make_plan(
     spilled: set[int] = set()
     if holds_grads:
         for page in reversed(trained):
-            if page.layout.grad_bytes <= spare:
-                spare -= page.layout.grad_bytes
+            if page.layout.waiting_bytes <= spare:
+                spare -= page.layout.waiting_bytes
             else:
                 spilled.add(page.index)
     weights = sum(page.layout.nbytes for page in paged)
@@ -292,15 +293,15 @@ def make_plan(
                 room -= align_up(c.nbytes)
                 cached_bytes += c.nbytes
     # Updates that wait hold gradients beside those of the unit at work.
-    behind = (MAX_PENDING + 1) * max((page.layout.grad_bytes for page in trained), default=0)
+    behind = (MAX_PENDING + 1) * max((page.layout.waiting_bytes for page in trained), default=0)
     graph_bytes = max(0, room - behind) if recompute == "auto" and not spilled else 0
     window_bytes = ram_limit_bytes - minimum - cached_bytes
     if schedule == "deferred":
-        window_bytes -= sum(p.layout.grad_bytes for p in trained if p.index not in spilled)
+        window_bytes -= sum(p.layout.waiting_bytes for p in trained if p.index not in spilled)
     inputs_bytes = window_bytes
     if holds_grads and schedule != "deferred" and not layer_major:
-        inputs_bytes -= sum(p.layout.grad_bytes for p in trained if p.index not in spilled)
-    spilled_bytes = sum(build.table[index].layout.nbytes for index in spilled)
+        inputs_bytes -= sum(p.layout.waiting_bytes for p in trained if p.index not in spilled)
+    spilled_bytes = sum(spill_bytes(build.table[index]) for index in spilled)
     lazy = durability == "checkpoint"
     kept = {key for key in cached if lazy}
     kept_bytes = sum(build.table[p].state_layout.chunks[c].nbytes for p, c in kept)
@@ -333,7 +334,7 @@ def make_plan(
         num_params=sum(spec.numel for page in build.table for spec in page.layout.params),
         weight_bytes=sum(page.layout.nbytes for page in build.table),
         state_bytes=state,
-        grad_bytes=sum(page.layout.grad_bytes for page in build.table),
+        grad_bytes=sum(page.layout.waiting_bytes for page in build.table),
         largest_unit=largest,
         min_ram_bytes=minimum,
         ram_limit_bytes=ram_limit_bytes,

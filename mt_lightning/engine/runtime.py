@@ -94,7 +94,6 @@ def start(
     *,
     slice_bytes: int,
     nonfinite: str,
-    rounds_gradients: bool,
     read_ahead: int | None,
     max_disk_bytes: int | None,
 ) -> Runtime:
@@ -123,9 +122,7 @@ def start(
     device_state = None if there is None else DeviceState(machine.link, there, stats)
     if there is not None:
         there.budget.reserve(plan.master_bytes, "masters")
-    gradients = Gradients(
-        build.table, pool, machine.link, leaving, resident, there, rounds=rounds_gradients
-    )
+    gradients = Gradients(build.table, pool, machine.link, leaving, resident, there)
     held: list[tuple[Frame, Reservation]] = []
 
     def frame(nbytes: int) -> Frame:

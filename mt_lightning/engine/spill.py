@@ -8,8 +8,10 @@ from collections.abc import Iterator
 import torch
 
 from mt_lightning.engine.gradients import PageGrads, Spill, flat, is_narrow
+from mt_lightning.engine.needs import spill_bytes, spill_place
 from mt_lightning.optim.norm import all_finite, grad_norm_of
 from mt_lightning.pager.stats import Stats
+from mt_lightning.pages.sizes import ALIGN_BYTES
 from mt_lightning.pages.state import Chunk
 from mt_lightning.pages.table import Page
 from mt_lightning.tiers.arena import Frame
@@ -61,7 +63,8 @@ class Spiller:
         self._io = io
         self._stats = stats
         self._staging = staging
-        self._range = range_bytes
+        # Halves of ranges begin on blocks of the drive too.
+        self._range = max(range_bytes, 2 * ALIGN_BYTES)
 
     def spill(self, page: Page, grads: PageGrads, *, measure: bool) -> None:
         """Add a page's gradient in RAM to its sum on disk, and drop it from RAM.
@@ -79,20 +82,21 @@ class Spiller:
                     spill.norms[i] = grad_norm_of(grad, in_float=is_narrow(page, i, grad))
                     spill.finite &= all_finite(grad)
         only_on_disk = any(grads.ram[i] is None for i in spill.present)
-        for start, stop in self._ranges(page):
+        for start, stop, number in self._ranges(page):
             frame = self._acquire()
+            at, nbytes = spill_place(page, start, stop, number)
             if only_on_disk and start in spill.sums:
                 # What other parameters have on disk in this range must survive the rewrite.
-                self._read(page, spill, start, stop, frame)
+                self._read(page, spill, start, stop, number, frame)
             else:
-                frame.tensor[: stop - start].zero_()
+                frame.tensor[:nbytes].zero_()
             for i, grad in enumerate(grads.ram):
                 if grad is not None:
                     for stored, part in _overlap(page, i, grad, start, stop, frame):
                         stored.copy_(part)
             name = f"{page.layout.key}.grad.0"
-            self._store.prepare_write(name, page.layout.nbytes)
-            ticket = self._io.write(name, [(start, frame.memory[: stop - start])]).wait()
+            self._store.prepare_write(name, spill_bytes(page))
+            ticket = self._io.write(name, [(at, frame.memory[:nbytes])]).wait()
             spill.sums[start] = list(ticket.sums)
             self.release(frame)
         spill.dtypes.update((i, grad.dtype) for i, grad in enumerate(grads.ram) if grad is not None)
@@ -133,7 +137,7 @@ class Spiller:
         ):
             return None
         frame = self._acquire()
-        self._read(page, grads.spill, chunk.start, chunk.stop, frame)
+        self._read(page, grads.spill, chunk.start, chunk.stop, chunk.index, frame)
         return frame
 
     def release(self, frame: Frame) -> None:
@@ -152,10 +156,10 @@ class Spiller:
         """Read the sums on disk; yield each stored part beside the part of the tensor in RAM."""
         if not params:
             return
-        for start, stop in self._ranges(page):
+        for start, stop, number in self._ranges(page):
             if start in grads.spill.sums:
                 frame = self._acquire()
-                self._read(page, grads.spill, start, stop, frame)
+                self._read(page, grads.spill, start, stop, number, frame)
                 for i in params:
                     grad = grads.ram[i]
                     assert grad is not None
@@ -163,20 +167,25 @@ class Spiller:
                         yield i, stored, part
                 self.release(frame)
 
-    def _ranges(self, page: Page) -> Iterator[tuple[int, int]]:
+    def _ranges(self, page: Page) -> Iterator[tuple[int, int, int]]:
         if page.state_layout.sliced and page.state_layout.chunks:
-            yield from ((chunk.start, chunk.stop) for chunk in page.state_layout.chunks)
+            yield from (
+                (chunk.start, chunk.stop, chunk.index) for chunk in page.state_layout.chunks
+            )
             return
         for start in range(0, page.layout.nbytes, self._range):
-            yield start, min(start + self._range, page.layout.nbytes)
+            yield start, min(start + self._range, page.layout.nbytes), 0
 
     def _acquire(self) -> Frame:
         frame = self._staging.acquire()
         assert frame is not None
         return frame
 
-    def _read(self, page: Page, spill: Spill, start: int, stop: int, frame: Frame) -> None:
-        pieces = [(start, frame.memory[: stop - start])]
+    def _read(
+        self, page: Page, spill: Spill, start: int, stop: int, number: int, frame: Frame
+    ) -> None:
+        at, nbytes = spill_place(page, start, stop, number)
+        pieces = [(at, frame.memory[:nbytes])]
         self._io.read(f"{page.layout.key}.grad.0", pieces, sums=list(spill.sums[start])).wait()
 
 
@@ -189,6 +198,16 @@ def _overlap(
     first = max(0, (start - spec.offset) // size)
     last = min(spec.numel, (stop - spec.offset) // size)
     if first < last:
-        at = spec.offset + first * size - start
-        stored = frame.tensor[at : at + (last - first) * size].view(spec.dtype)
-        yield stored, flat(grad)[first:last]
+        yield stored_part(page, param, first, last, start, frame), flat(grad)[first:last]
+
+
+def stored_part(
+    page: Page, param: int, first: int, last: int, start: int, frame: Frame
+) -> torch.Tensor:
+    """Return elements of a gradient as they are stored in a range that begins at `start`."""
+    spec = page.layout.params[param]
+    size, dtype = spec.dtype.itemsize, spec.dtype
+    at, nbytes = spec.offset + first * size - start, (last - first) * size
+    if page.layout.spills_halves:
+        at, nbytes, dtype = at // 2, nbytes // 2, page.layout.waits_as(spec)
+    return frame.tensor[at : at + nbytes].view(dtype)

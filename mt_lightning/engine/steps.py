@@ -306,7 +306,8 @@ class Steps:
         entry = self._pool.prefetch(page) if due is not None else None
         if due is None or entry is None:
             return
-        fits = not due.grads.must_be_whole(page) or self._pool.can_reserve(page.layout.grad_bytes)
+        whole = due.grads.must_be_whole(page)
+        fits = not whole or self._pool.can_reserve(page.layout.waiting_bytes)
         self._pool.release(entry)
         if fits and not entry.frame.in_use():
             self._submit_due(page)
@@ -364,9 +365,8 @@ class Steps:
                 self._pool.copy_on_write(page)
             if due.grads.must_be_whole(page):
                 what = f"the gradients of page {page.layout.key}, which its optimizer needs whole,"
-                due.grads.reservations.append(
-                    self._pool.reserve(page.layout.grad_bytes, "gradients", what)
-                )
+                room = self._pool.reserve(page.layout.waiting_bytes, "gradients", what)
+                due.grads.reservations.append(room)
             job = self._job(page, due, entry)
             self._worker.submit(lambda: self._updater.update(job), page.index, retire, queued)
         except BaseException:

@@ -22,7 +22,7 @@ from mt_lightning.engine.ending import Ending
 from mt_lightning.engine.gradients import PageGrads, flat
 from mt_lightning.engine.masters.halves import Half
 from mt_lightning.engine.small_state import small_values, take_small
-from mt_lightning.engine.spill import Spiller
+from mt_lightning.engine.spill import Spiller, stored_part
 from mt_lightning.engine.state_stream import Loaded, StateStream, Stored, settle
 from mt_lightning.engine.trained import Trained
 from mt_lightning.engine.weight_writer import WeightWriter
@@ -328,16 +328,16 @@ class Updater:
     def _grad_of(
         job: PageUpdate, segment: Segment, chunk: Chunk, staged: Frame | None
     ) -> torch.Tensor | None:
-        spec, grad = job.page.layout.params[segment.param], job.grads.ram[segment.param]
+        grad = job.grads.ram[segment.param]
         if grad is not None:
             if not job.page.state_layout.sliced:
                 return grad
             return flat(grad)[segment.start : segment.stop]
         if staged is None or segment.param not in job.grads.spill.present:
             return None
-        size = spec.dtype.itemsize
-        at = spec.offset + segment.start * size - chunk.start
-        return staged.tensor[at : at + (segment.stop - segment.start) * size].view(spec.dtype)
+        return stored_part(
+            job.page, segment.param, segment.start, segment.stop, chunk.start, staged
+        )
 
     @staticmethod
     def _state_views(

@@ -256,7 +256,7 @@ class FirstWindow:
         room -= len(self._steps) * (learned.most_bytes + 2 * learned.widest_bytes)
         if plan.schedule == "eager":
             # Windows that are updated behind backward hold no gradients; this one does.
-            room -= sum(page.layout.grad_bytes for page in pages)
+            room -= sum(page.layout.waiting_bytes for page in pages)
         while room < 0 and pages:
             page = pages.pop(0)
             part = run.gradients.take_ram(page)
@@ -264,7 +264,7 @@ class FirstWindow:
             spill = partial(run.spiller.spill, page, part, measure=True)
             run.worker.submit(spill, page.index, part.free)
             sent.append(page.index)
-            room += page.layout.grad_bytes
+            room += page.layout.waiting_bytes
         return sent
 
     def _bring_back(self, sent: list[int]) -> None:

@@ -13,6 +13,11 @@ class Reservation:
         self.nbytes = nbytes
         self.purpose = purpose
 
+    def shrink(self, nbytes: int) -> None:
+        """Give back what is more than `nbytes`."""
+        assert nbytes <= self.nbytes
+        self._budget._give_back(self, nbytes)
+
     def free(self) -> None:
         """Give the bytes back; a second call does nothing."""
         self._budget._give_back(self)
@@ -51,7 +56,7 @@ class Budget:
             if nbytes
         )
 
-    def _give_back(self, reservation: Reservation) -> None:
-        self.used_bytes -= reservation.nbytes
-        self.by_purpose[reservation.purpose] -= reservation.nbytes
-        reservation.nbytes = 0
+    def _give_back(self, reservation: Reservation, left_bytes: int = 0) -> None:
+        self.used_bytes -= reservation.nbytes - left_bytes
+        self.by_purpose[reservation.purpose] -= reservation.nbytes - left_bytes
+        reservation.nbytes = left_bytes

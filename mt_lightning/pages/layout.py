@@ -100,6 +100,7 @@ class PageLayout:
         params: Its parameters in order of offset.
         rank: The shard this layout describes.
         world_size: Into how many shards the page is cut.
+        rounds: Whether fp32 gradients wait as bfloat16.
     """
 
     index: int
@@ -108,6 +109,7 @@ class PageLayout:
     params: tuple[ParamSpec, ...]
     rank: int = 0
     world_size: int = 1
+    rounds: bool = False
 
     @property
     def key(self) -> str:
@@ -126,10 +128,26 @@ class PageLayout:
 
     @cached_property
     def grad_bytes(self) -> int:
-        """Bytes of one gradient for every parameter, zero where frozen."""
+        """Bytes of one gradient for every parameter, as autograd makes it; zero where frozen."""
         if self.optimizer is None:
             return 0
         return sum(spec.numel * spec.dtype.itemsize for spec in self.params)
+
+    @cached_property
+    def waiting_bytes(self) -> int:
+        """Bytes of the gradient while it waits for its update."""
+        if self.optimizer is None:
+            return 0
+        return sum(spec.numel * self.waits_as(spec).itemsize for spec in self.params)
+
+    def waits_as(self, spec: ParamSpec) -> torch.dtype:
+        """Return what the gradient of a parameter is while it waits."""
+        return torch.bfloat16 if self.rounds and spec.dtype == torch.float32 else spec.dtype
+
+    @cached_property
+    def spills_halves(self) -> bool:
+        """Whether a gradient on disk takes half of what the weights take."""
+        return self.rounds and all(spec.dtype == torch.float32 for spec in self.params)
 
     def describe(self) -> dict[str, object]:
         """Return the layout as JSON data."""
@@ -151,6 +169,7 @@ def lay_out(
     *,
     packed: bool = False,
     halves: bool = False,
+    rounds: bool = False,
 ) -> PageLayout:
     """Place parameters one after the other.
 
@@ -162,6 +181,7 @@ def lay_out(
         packed: Whether its optimizer state is packed: parameters of some size then begin where the
             update may be cut.
         halves: Whether floating point weights are the bfloat16 halves of fp32 masters.
+        rounds: Whether fp32 gradients wait as bfloat16.
     """
     specs, offset = [], 0
     for name, tensor, stride in named:
@@ -172,7 +192,7 @@ def lay_out(
         spec = ParamSpec(name, shape, stride, dtype, offset, strided_span(shape, stride))
         specs.append(spec)
         offset = align_up(offset + spec.nbytes, PARAM_ALIGN_BYTES)
-    return PageLayout(index, units, optimizer, tuple(specs))
+    return PageLayout(index, units, optimizer, tuple(specs), rounds=rounds)
 
 
 def fingerprint(layouts: list[PageLayout], formats: list[tuple[str, ...]]) -> str:

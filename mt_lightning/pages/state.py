@@ -27,7 +27,7 @@ from functools import cached_property
 import torch
 
 from mt_lightning.pages.layout import PageLayout, ParamSpec
-from mt_lightning.pages.sizes import align_up
+from mt_lightning.pages.sizes import ALIGN_BYTES, align_up
 
 MASTER_REST = "master_rest"
 """The name of what fp32 masters have beside the bfloat16 weights, among optimizer state."""
@@ -157,6 +157,11 @@ class StateLayout:
     def longest_range_bytes(self) -> int:
         """Bytes of the weight plane that the longest chunk covers."""
         return max((chunk.stop - chunk.start for chunk in self.chunks), default=0)
+
+    @cached_property
+    def halves_on_blocks(self) -> bool:
+        """Whether half of where each chunk begins is the beginning of a block of the drive too."""
+        return all(chunk.start % (2 * ALIGN_BYTES) == 0 for chunk in self.chunks)
 
     @cached_property
     def rest_params(self) -> dict[int, tuple[str, ...]]:

@@ -282,7 +282,7 @@ class _Run:
             return
         with self._stalling("update"):
             self.worker.drain()
-        held = sum(self.build.table[index].layout.grad_bytes for index in self.grads)
+        held = sum(self.build.table[index].layout.waiting_bytes for index in self.grads)
         self.units.spend("norms", held / self.machine.ram_bytes_per_s)
 
     def _forward(self) -> None:
@@ -319,9 +319,11 @@ class _Run:
             page = self.build.table[index]
             if page.layout.optimizer is None or page.layout.units[0] != unit.name:
                 continue
+            if index in self.grads:
+                self.grads[index].shrink(page.layout.waiting_bytes)
             if not (self.machine.on_host or self.there):
                 name = f"gradients of {unit.name}"
-                self.updates.landed[index] = self.down.move(page.layout.grad_bytes, name)
+                self.updates.landed[index] = self.down.move(page.layout.waiting_bytes, name)
             if eager:
                 self.updates.update(page)
             elif index in self.plan.spilled:
@@ -343,9 +345,10 @@ class _Run:
             for page in pages:
                 if page.layout.optimizer is not None and page.index not in self.grads:
                     what = f"gradients of {page.layout.key}"
-                    self.grads[page.index] = self.pool.reserve(
-                        page.layout.grad_bytes, "gradients", what
-                    )
+                    # What leaves a device is rounded there.
+                    layout, on_host = page.layout, self.machine.on_host
+                    nbytes = layout.grad_bytes if on_host else layout.waiting_bytes
+                    self.grads[page.index] = self.pool.reserve(nbytes, "gradients", what)
         if any(entry.read is not None and not entry.read.done() for entry in entries):
             self.ahead.stalled()
         with self._stalling("read"):

@@ -113,7 +113,10 @@ def lay_out(model: Model, training: Training) -> Build:
     optimizer = training.make_optimizer(model.root)
     codec = codec_for(optimizer, training.options.optimizer_compression)
     has_rest = (lambda param: True) if training.keeps_masters else None
-    return build_pages(model.root, model.units, [optimizer], {}, BLOCK_BYTES, [codec], has_rest)
+    rounds = training.options.gradient_dtype == "bf16"
+    return build_pages(
+        model.root, model.units, [optimizer], {}, BLOCK_BYTES, [codec], has_rest, rounds=rounds
+    )
 
 
 def place(build: Build, training: Training, machine: Machine) -> Plan:
@@ -222,7 +225,7 @@ def _largest_unit(build: Build) -> int:
 def _device(build: Build, plan: Plan, live: int, inputs: int) -> dict[str, int]:
     there = plan.on_device
     if there is not None and there.updates:
-        grads = {p.index: p.layout.grad_bytes for p in build.table}
+        grads = {p.index: p.layout.waiting_bytes for p in build.table}
         of_units = sum(grads[i] for i in grads.keys() - set(build.resident))
         return {
             "weights": there.weight_bytes,
@@ -310,7 +313,7 @@ def _most_held(
     held = held or [(0, 0)] * len(build.units)
     grads = [
         sum(
-            build.table[i].layout.grad_bytes
+            build.table[i].layout.waiting_bytes
             for i in unit.pages
             if build.table[i].layout.units[0] == unit.name and i not in plan.spilled
         )

@@ -156,7 +156,8 @@ def time_of_step(
     weights = 0 if machine.on_host or there else plan.weight_bytes
     staying = min(weights, cached_on_device(tiers))
     crossing = 0 if machine.on_host or there else inputs
-    down = 0 if machine.on_host or there else grads
+    leaving = sum(page.layout.waiting_bytes for page in build.table)
+    down = 0 if machine.on_host or there else leaving
     first_up_s = weights / device.up_bytes_per_s
     up_s = (weights - staying) / device.up_bytes_per_s
 

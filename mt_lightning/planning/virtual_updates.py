@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 from mt_lightning.engine.ending import Ending
+from mt_lightning.engine.needs import spill_bytes
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.spill import Ring
 from mt_lightning.engine.worker import UpdateWorker
@@ -156,7 +157,7 @@ class VirtualUpdates:
 
         def run() -> None:
             # One range after the other, as `Spiller` moves them through its frame.
-            part = page.layout.nbytes / len(pieces)
+            part = spill_bytes(page) / len(pieces)
             for channel in (READ, WRITE) if again else (WRITE,):
                 for _ in pieces:
                     self._io.move(channel, part, _spilled(page)).wait()
@@ -195,7 +196,7 @@ class VirtualUpdates:
         in_order = page.state_layout.sliced and not page.state_layout.formats
         current = f"{page.state.key}.{page.state.slot or 0}"
         reads = [read for read, _ in pieces] if page.index in self._stepped else [0.0] * len(pieces)
-        staged = page.layout.nbytes / len(pieces) if page.index in self._on_disk else 0.0
+        staged = spill_bytes(page) / len(pieces) if page.index in self._on_disk else 0.0
         self._on_disk.discard(page.index)
         self._stepped.add(page.index)
         seconds = update_seconds(page, self._training, self._machine) / len(pieces)

@@ -97,12 +97,36 @@ def test_batches_run_unit_by_unit_where_weights_cross_the_link() -> None:
     assert (roomy.plan.order, short.plan.order) == ("usual", "undecided")
 
 
-@pytest.mark.parametrize("max_vram_gb", [0.0005, 0.1])
-@pytest.mark.parametrize("micros", [1, 4])
+def test_gradients_that_are_rounded_leave_in_half_the_time_and_wait_in_half_the_room() -> None:
+    whole, half = (plan(durability="step", gradient_dtype=dtype) for dtype in ("fp32", "bf16"))
+    assert whole.plan is not None
+    assert half.plan is not None
+    assert whole.time is not None
+    assert half.time is not None
+    assert half.plan.grad_bytes * 2 == whole.plan.grad_bytes
+    assert whole.build is not None
+    pages = list(whole.build.table)
+    inside = [page for page in pages if page.index not in whole.build.resident]
+    for counted, busy in (
+        (inside, [simulate(found).busy_s[DOWN] for found in (whole, half)]),
+        (pages, [found.time.phases[-1].busy_s[DOWN] for found in (whole, half) if found.time]),
+    ):
+        spared = sum(page.layout.grad_bytes for page in counted) / 2
+        assert busy[0] - busy[1] == pytest.approx(spared / NVLINK.device.down_bytes_per_s)
+    there = [plan(gradient_dtype=dtype).tiers for dtype in ("fp32", "bf16")]
+    assert there[0] is not None
+    assert there[1] is not None
+    assert there[1].device["gradients"] * 2 == there[0].device["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("max_vram_gb", "micros", "gradient_dtype"),
+    [(0.0005, 1, "bf16"), (0.0005, 4, "fp32"), (0.1, 1, "fp32"), (0.1, 4, "bf16")],
+)
 def test_a_run_on_a_device_takes_the_plan_that_was_made(
-    tmp_path: Path, max_vram_gb: float, micros: int
+    tmp_path: Path, max_vram_gb: float, micros: int, gradient_dtype: Any
 ) -> None:
-    options = Options(max_ram_gb=1.0, max_vram_gb=max_vram_gb)
+    options = Options(max_ram_gb=1.0, max_vram_gb=max_vram_gb, gradient_dtype=gradient_dtype)
     training = Training(accumulate_grad_batches=micros, precision="32-true", options=options)
     planned = place(lay_out(on_meta(), training), training, NVLINK)
     link = DelayedLink()

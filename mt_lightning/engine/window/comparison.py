@@ -70,7 +70,6 @@ class Comparison(WindowSums):
             leaving,
             set(run.build.resident),
             run.gradients.there,
-            rounds=run.gradients.rounds,
         )
         super().__init__(run, mine)
         self.findings = Findings()

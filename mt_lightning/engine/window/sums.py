@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import torch
 
-from mt_lightning.engine.gradients import Gradients, own_gradient
+from mt_lightning.engine.gradients import Gradients, own_gradient, rounded
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.engine.units import Unit
 from mt_lightning.pages.table import Page, PageTable
@@ -89,9 +89,9 @@ class WindowSums:
         if sums is None:
             self._gradients.add(page, param, grad)
         elif param in sums:
-            sums[param].add_(grad)
+            sums[param].add_(rounded(page, grad))
         else:
-            sums[param] = own_gradient(grad, page.layout.params[param])
+            sums[param] = own_gradient(rounded(page, grad), page.layout.params[param])
 
     def passed(self, start: int) -> None:
         """Complete pages that only younger nodes read."""

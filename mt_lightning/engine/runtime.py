@@ -13,6 +13,7 @@ from mt_lightning.engine.commit import Committer
 from mt_lightning.engine.device_state import DeviceState
 from mt_lightning.engine.gradients import Gradients
 from mt_lightning.engine.graphs.keeper import Keeper
+from mt_lightning.engine.idle_gradients import complete_idle
 from mt_lightning.engine.inputs.place import place_inputs
 from mt_lightning.engine.inputs.tier import InputTier
 from mt_lightning.engine.leaving import Leaving
@@ -185,7 +186,10 @@ def start(
     if isinstance(planes, DevicePool):
         planes.next_use, planes.await_update = ahead.next_use, worker.awaiting
         planes.give_back = lambda: (
-            leaving.settle_oldest() or graphs.drop_oldest() or inputs.relieve()
+            leaving.settle_oldest()
+            or (there is None and complete_idle(gradients, pool, resident))
+            or graphs.drop_oldest()
+            or inputs.relieve()
         )
     steps.awaits = graphs.awaits
     move_buffers(root, machine.link.device)

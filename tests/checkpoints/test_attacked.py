@@ -128,8 +128,14 @@ def test_a_disk_that_is_full_while_one_is_saved_is_waited_for(
     assert len(all_load(tmp_path / "ck")) == 3
 
 
-@pytest.mark.parametrize("save", ["first", "second"])
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize(
+    ("moment", "save"),
+    [
+        pytest.param(moment, save, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, moment in enumerate(MOMENTS)
+        for j, save in enumerate(("first", "second"))
+    ],
+)
 def test_a_disk_that_is_full_while_one_is_saved_costs_that_one_alone(
     tmp_path: Path, moment: str, save: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

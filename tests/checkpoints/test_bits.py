@@ -62,7 +62,10 @@ def test_both_formats_hold_the_same_and_go_on_to_the_same_bits(tmp_path: Path, k
         )
 
 
-@pytest.mark.parametrize(("stop", "workers"), [(3, 0), (8, 0), (11, 0), (13, 2)])
+@pytest.mark.parametrize(
+    ("stop", "workers"),
+    [(3, 0), (13, 2), *(pytest.param(stop, 0, marks=pytest.mark.slow) for stop in (8, 11))],
+)
 def test_it_goes_on_exactly_from_the_middle_of_an_epoch(
     tmp_path: Path, stop: int, workers: int
 ) -> None:

@@ -97,7 +97,14 @@ KINDS: dict[str, tuple[Callable[[Path], ModelCheckpoint], int, dict[str, Any]]] 
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+# As a linked one or with workers they run always.
+SELDOM = ("step before an epoch's end", "validation", "epoch's end")
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if kind in SELDOM else []) for kind in KINDS],
+)
 def test_it_goes_on_exactly_from_a_standard_file(tmp_path: Path, kind: str) -> None:
     saving, step, settings = KINDS[kind]
     run(tmp_path, "a", saving(tmp_path), **{**settings, "max_steps": step + 1})

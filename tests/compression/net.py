@@ -21,8 +21,8 @@ class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, 640)
-        self.down = nn.Linear(640, WIDTH)
+        self.up = nn.Linear(WIDTH, 160)
+        self.down = nn.Linear(160, WIDTH)
         self.down.weight = nn.Parameter(self.down.weight.detach().t().contiguous().t())
         self.odd = nn.Parameter(torch.randn(67, 71))
         self.gain = nn.Parameter(torch.ones(()))
@@ -70,7 +70,7 @@ def fit(
     net: Net,
     strategy: Any = "auto",
     *,
-    max_steps: int = 6,
+    max_steps: int = 4,
     ckpt_path: Any = None,
     **settings: Any,
 ) -> Trainer:

@@ -28,11 +28,17 @@ MAKERS: dict[str, Any] = {
 }
 
 
+@functools.cache
+def trained_plainly(kind: str) -> Net:
+    net = make_net(MAKERS[kind])
+    fit(net)
+    return net
+
+
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("smallest", [True, False], ids=["smallest", "ample"])
 def test_every_optimizer_keeps_its_bits(kind: str, smallest: bool) -> None:
-    plain, trained = make_net(MAKERS[kind]), make_net(MAKERS[kind])
-    fit(plain)
+    plain, trained = trained_plainly(kind), make_net(MAKERS[kind])
     trainer = fit(trained, paged(MAKERS[kind], smallest=smallest, optimizer_compression="lossless"))
     assert_same_training(plain, trained)
     expected = plain.trainer.optimizers[0].state_dict()["state"]
@@ -43,22 +49,22 @@ def test_every_optimizer_keeps_its_bits(kind: str, smallest: bool) -> None:
             assert torch.equal(torch.as_tensor(found[index][key]), torch.as_tensor(value)), key
 
 
-@pytest.fixture(scope="module")
-def fifty_steps() -> dict[Any, Net]:
+@pytest.fixture(scope="module", params=[10, pytest.param(50, marks=pytest.mark.slow)])
+def many_steps(request: pytest.FixtureRequest) -> dict[Any, Net]:
     """Train with raw and with coded state."""
     nets = {False: make_net(MAKERS["adamw"]), "lossless": make_net(MAKERS["adamw"])}
     for compression, net in nets.items():
-        fit(net, paged(MAKERS["adamw"], optimizer_compression=compression), max_steps=50)
+        fit(net, paged(MAKERS["adamw"], optimizer_compression=compression), max_steps=request.param)
     return nets
 
 
-def test_parameters_are_those_of_raw_state_after_fifty_steps(fifty_steps: dict[Any, Net]) -> None:
-    assert_same_training(fifty_steps[False], fifty_steps["lossless"])
+def test_parameters_are_those_of_raw_state_after_many_steps(many_steps: dict[Any, Net]) -> None:
+    assert_same_training(many_steps[False], many_steps["lossless"])
 
 
-def test_fewer_bytes_are_read_and_written_than_raw(fifty_steps: dict[Any, Net]) -> None:
+def test_fewer_bytes_are_read_and_written_than_raw(many_steps: dict[Any, Net]) -> None:
     moved = {}
-    for compression, net in fifty_steps.items():
+    for compression, net in many_steps.items():
         stats = net.trainer.strategy.engine.stats
         moved[compression] = stats.bytes_read + stats.bytes_written
     assert moved["lossless"] < moved[False]
@@ -85,13 +91,13 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], Path]:
 @functools.cache
 def straight() -> Net:
     net = make_net(MAKERS["adamw"])
-    fit(net, "auto", max_steps=12)
+    fit(net, "auto", max_steps=10)
     return net
 
 
 def go_on(kind: Any, path: Path) -> Net:
     net = make_net(MAKERS["adamw"])
-    fit(net, strategy_of(kind), max_steps=12, ckpt_path=path)
+    fit(net, strategy_of(kind), max_steps=10, ckpt_path=path)
     return net
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -133,23 +134,30 @@ def test_every_setting_of_the_optimizer_counts(kind: str) -> None:
     assert_same_training(alone, trained)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"gradient_clip_val": 0.5},
-        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
-        {"accumulate_grad_batches": 4},
-        {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
-    ],
-    ids=["norm", "value", "accumulate", "both"],
-)
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_clipping_and_accumulation_change_nothing(settings: dict[str, Any], tied: bool) -> None:
+TRAINER_SETTINGS: dict[str, dict[str, Any]] = {
+    "norm": {"gradient_clip_val": 0.5},
+    "value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+    "accumulate": {"accumulate_grad_batches": 4},
+    "both": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5},
+}
+
+
+def settings_and_ties() -> Iterator[Any]:
+    """Yield all of them; each setting runs always with weights tied or not, the rest by --slow."""
+    for i, name in enumerate(TRAINER_SETTINGS):
+        for tied in (False, True):
+            marks = [] if tied == i % 2 else [pytest.mark.slow]
+            yield pytest.param(name, tied, id=f"{name}-{'tied' if tied else 'untied'}", marks=marks)
+
+
+@pytest.mark.parametrize(("setting", "tied"), list(settings_and_ties()))
+def test_clipping_and_accumulation_change_nothing(setting: str, tied: bool) -> None:
+    settings = TRAINER_SETTINGS[setting]
     alone = make_net(lambda net: CompressedAdamW(net.parameters(), lr=1e-2), tied=tied)
     trained = make_net(adamw, tied=tied)
-    fit(alone, max_steps=4, **settings)
+    fit(alone, max_steps=3, **settings)
     strategy = paged(trained.make_optimizer, tied=tied, optimizer_compression=True, **TINY_SLICES)
-    fit(trained, strategy, max_steps=4, **settings)
+    fit(trained, strategy, max_steps=3, **settings)
     assert_same_training(alone, trained)
 
 
@@ -197,25 +205,25 @@ def test_checkpoints_carry_packed_state_exactly(tmp_path: Path, first: str, seco
     make_second, second_strategy = kinds[second]()
     path = tmp_path / "half.ckpt"
     run_on(make_first, first_strategy, path, steps=(0, 8))
-    resumed = run_on(make_second, second_strategy, path, steps=(8, 12))
+    resumed = run_on(make_second, second_strategy, path, steps=(8, 10))
 
     straight_path = tmp_path / "straight.ckpt"
-    straight = run_on(compressed, "auto", straight_path, steps=(0, 12))
+    straight = run_on(compressed, "auto", straight_path, steps=(0, 10))
     if "alone" in (first, second):
         # Plain Lightning neither saves nor restores the generators that dropout draws from.
         run_on(compressed, "auto", straight_path, steps=(0, 8))
-        straight = run_on(compressed, "auto", straight_path, steps=(8, 12))
+        straight = run_on(compressed, "auto", straight_path, steps=(8, 10))
     assert_same_training(straight, resumed)
 
 
 def test_packed_adamw_resumes_its_own_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "half.ckpt"
     run_on(adamw, paged(adamw, optimizer_compression=True), path, steps=(0, 8))
-    resumed = run_on(adamw, paged(adamw, optimizer_compression=True), path, steps=(8, 12))
+    resumed = run_on(adamw, paged(adamw, optimizer_compression=True), path, steps=(8, 10))
     saved = torch.load(path, weights_only=True)["optimizer_states"][0]["state"]
     assert {"step", "packed"} <= saved[0].keys()
 
-    assert_same_training(run_on(compressed, "auto", tmp_path / "all.ckpt", steps=(0, 12)), resumed)
+    assert_same_training(run_on(compressed, "auto", tmp_path / "all.ckpt", steps=(0, 10)), resumed)
 
 
 @pytest.mark.parametrize(

@@ -92,9 +92,16 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 
 
-@pytest.mark.parametrize("nth", [0, pytest.param(2, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("place", PLACES)
+def places() -> Iterator[Any]:
+    """Yield every place in every run, at its first call and a later one; a part runs always."""
+    for i, place in enumerate(PLACES):
+        for j, run in enumerate(RUNS):
+            for nth in (0, 2):
+                marks = [pytest.mark.slow] if nth or (i + j) % 3 == 2 else []
+                yield pytest.param(place, run, nth, marks=marks)
+
+
+@pytest.mark.parametrize(("place", "run", "nth"), list(places()))
 def test_wherever_the_training_thread_is(
     tmp_path: Path, place: str, run: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

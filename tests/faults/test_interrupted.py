@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,12 +109,17 @@ class InTrainingStep(Net):
         return super().training_step(batch, batch_idx)
 
 
-@pytest.mark.parametrize(
-    ("setting", "tight"), [("eager", False), *[(setting, True) for setting in SETTINGS]]
-)
-@pytest.mark.parametrize(
-    "kind", [InForward, InBackward, InReplay, AfterBackward, AtBatchEnd, InTrainingStep]
-)
+def places() -> Iterator[Any]:
+    """Yield every place with every setting; half of them run always."""
+    settings = [("eager", False), *[(setting, True) for setting in SETTINGS]]
+    kinds = [InForward, InBackward, InReplay, AfterBackward, AtBatchEnd, InTrainingStep]
+    for i, kind in enumerate(kinds):
+        for j, (setting, tight) in enumerate(settings):
+            marks = [pytest.mark.slow] if (i + j) % 2 else []
+            yield pytest.param(kind, setting, tight, marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "setting", "tight"), list(places()))
 def test_parameters_are_those_of_the_last_completed_step(
     tmp_path: Path, kind: type[Net], setting: str, tight: bool
 ) -> None:

@@ -189,7 +189,10 @@ KINDS: dict[Run, int] = {
 }
 
 
-@pytest.mark.parametrize("limit_bytes", [0, 3 * INPUT_BYTES, 1 << 30])
+LIMITS = [0, pytest.param(3 * INPUT_BYTES, marks=pytest.mark.slow), 1 << 30]
+
+
+@pytest.mark.parametrize("limit_bytes", LIMITS)
 @pytest.mark.parametrize("run", KINDS, ids=lambda run: run.__name__)
 def test_gradients_are_those_of_plain_pytorch(run: Run, limit_bytes: int) -> None:
     layers = stack(NUM_LAYERS, Layer)

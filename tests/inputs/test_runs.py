@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,8 +66,16 @@ def smallest_gb(directory: Path, make: Callable[[], nn.Module], **settings: Any)
     return refusal.value.smallest_gb
 
 
-@pytest.mark.parametrize("layer_major", [False, True], ids=["usual", "layer_major"])
-@pytest.mark.parametrize("case", CASES)
+def cases_and_orders() -> Iterator[Any]:
+    """Yield every case in both orders; each runs in one of them always, the rest by --slow."""
+    for i, case in enumerate(CASES):
+        for layer_major in (False, True):
+            marks = [] if layer_major == i % 2 or case == "deep" else [pytest.mark.slow]
+            name = f"{case}-{'layer_major' if layer_major else 'usual'}"
+            yield pytest.param(case, layer_major, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("case", "layer_major"), list(cases_and_orders()))
 def test_bits(case: str, layer_major: bool, tmp_path: Path) -> None:
     make, batches, settings = CASES[case]
     settings = {"accumulate_grad_batches": 3 if layer_major else 1, "max_steps": 4, **settings}

@@ -72,7 +72,9 @@ def interrupted(directory: Path, make: Any, max_ram_gb: float, batches: list[Bat
     return pages
 
 
-@pytest.mark.parametrize("make", [nets.Tiny, odd.Tied, odd.GloballyFlagged])
+@pytest.mark.parametrize(
+    "make", [pytest.param(nets.Tiny, marks=pytest.mark.slow), odd.Tied, odd.GloballyFlagged]
+)
 def test_a_resumed_run_keeps_the_verdict(make: Any, tmp_path: Path, checked: list[int]) -> None:
     expected, strategy = fit_auto(tmp_path, make, BATCHES, **SETTINGS)
     assert len(checked) == 1
@@ -168,7 +170,7 @@ def test_the_plan_tells_what_will_run(tmp_path: Path) -> None:
     ("clip", "room_mib", "disk", "sizes"),
     [
         (None, 0.0, False, []),
-        (None, 0.15, False, [2]),
+        pytest.param(None, 0.15, False, [2], marks=pytest.mark.slow),
         (None, 0.15, True, [4]),
         (0.1, 0.3, False, []),
         (0.1, 1.0, False, [4]),

@@ -63,7 +63,7 @@ def make() -> nn.Module:
     [
         {"accumulate_grad_batches": 4, "val_check_interval": 3, "max_epochs": 2},
         {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.1, "subject": Drawing},
+        pytest.param({"gradient_clip_val": 0.1, "subject": Drawing}, marks=pytest.mark.slow),
         {"val_check_interval": 3, "num_sanity_val_steps": 3, "subject": Drawing},
         {"val_check_interval": 4, "precision": "bf16-mixed", "inference_mode": False},
     ],

@@ -54,9 +54,23 @@ class Stops(pl.Callback):
             raise SystemError("killed")
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("interruption", ["kill", "error"])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("interruption", "dropout", "clip"),
+    [
+        ("kill", 0.0, 0.1),
+        ("kill", 0.1, None),
+        ("error", 0.0, None),
+        ("error", 0.1, 0.1),
+        slow("kill", 0.0, None),
+        slow("kill", 0.1, 0.1),
+        slow("error", 0.0, 0.1),
+        slow("error", 0.1, None),
+    ],
+)
 def test_a_run_goes_on_from_the_step_before(
     interruption: str, dropout: float, clip: float | None, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,11 @@ def check(directory: Path, make: Any, batches: list[Batch], **settings: Any) -> 
     return strategy
 
 
-@pytest.mark.parametrize("num_accumulated", [1, 2, 3, 4, 7])
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("num_accumulated", [1, 3, 7, *map(slow, (2, 4))])
 def test_llama_of_varying_lengths(num_accumulated: int, tmp_path: Path) -> None:
     check(
         tmp_path,
@@ -146,22 +150,31 @@ def smallest_gb(directory: Path, make: Callable[[], nn.Module], **settings: Any)
     return refusal.value.smallest_gb
 
 
-@pytest.mark.parametrize("clip", [None, 0.1])
-@pytest.mark.parametrize(("num_fitting", "disk"), [(0, False), (2, False), (2, True), (4, False)])
-@pytest.mark.parametrize(
-    ("make", "inputs_mib"),
-    [(functools.partial(nets.Tiny, num_layers=6), (0, 0.15, 0.32)), (frozen, (0, 0.1, 0.2))],
-    ids=["deep", "frozen"],
-)
+SMALL: dict[str, tuple[Callable[[], nn.Module], tuple[float, ...]]] = {
+    "deep": (functools.partial(nets.Tiny, num_layers=6), (0, 0.15, 0.32)),
+    "frozen": (frozen, (0, 0.1, 0.2)),
+}
+
+
+def small_budgets() -> Iterator[Any]:
+    """Yield all of them; with each budget either net and either clipping run always."""
+    for i, (num_fitting, disk) in enumerate([(0, False), (2, False), (2, True), (4, False)]):
+        for j, kind in enumerate(SMALL):
+            for clip in (None, 0.1):
+                case = (kind, num_fitting, disk, clip)
+                yield case if (clip is None) == ((i + j) % 2 == 0) else slow(*case)
+
+
+@pytest.mark.parametrize(("kind", "num_fitting", "disk", "clip"), list(small_budgets()))
 def test_small_budgets(
-    make: Callable[[], nn.Module],
-    inputs_mib: tuple[float, ...],
+    kind: str,
     num_fitting: int,
     disk: bool,
     clip: float | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    make, inputs_mib = SMALL[kind]
     settings = {"accumulate_grad_batches": 4, "gradient_clip_val": clip}
     max_ram_gb = smallest_gb(tmp_path, make, **settings) + inputs_mib[num_fitting // 2] / 1024
     sizes: list[int] = []

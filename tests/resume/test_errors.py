@@ -209,7 +209,7 @@ def cases() -> Iterator[Any]:
             if schedule == "layer-major" and place.name == "on_validation_model_zero_grad":
                 continue  # no validation is due behind a step
             for k, error in enumerate(ERRORS):
-                often = (i + j) % 2 == 0 if place.behind_step else (i + j) % 5 == 0
+                often = (i + j) % 3 == 0 if place.behind_step else (i + j) % 5 == 0
                 always = often and (i + j) // 2 % 2 == k
                 yield pytest.param(
                     place,

@@ -150,8 +150,22 @@ DATA: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("stop", [6, 14])
-@pytest.mark.parametrize("kind", DATA)
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+STOPS = [14, slow(6)]
+"""In the second epoch, and in the first."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "stop"),
+    [
+        (slow if stop != (6, 14)[i % 2] else pytest.param)(kind, stop)
+        for i, kind in enumerate(DATA)
+        for stop in (6, 14)
+    ],
+)
 def test_the_same_samples_come_in_the_same_order(tmp_path: Path, kind: str, stop: int) -> None:
     check(tmp_path, stop, data=DATA[kind])
 
@@ -174,7 +188,7 @@ class Draws(Base):
         torch.rand(5)
 
 
-@pytest.mark.parametrize("stop", [6, 14])
+@pytest.mark.parametrize("stop", STOPS)
 def test_hooks_may_draw_before_the_first_batch(tmp_path: Path, stop: int) -> None:
     check(tmp_path, stop, Draws)
 
@@ -228,8 +242,10 @@ class Gathers(Base):
             seldom.zero_grad()
 
 
-@pytest.mark.parametrize("make", [Gan, Gathers])
-@pytest.mark.parametrize("stop", [5, 6, 14])
+@pytest.mark.parametrize(
+    ("make", "stop"),
+    [(Gan, 6), (Gathers, 5), (Gathers, 14), slow(Gan, 5), slow(Gan, 14), slow(Gathers, 6)],
+)
 def test_a_batch_counts_as_a_whole_or_not_at_all(
     tmp_path: Path, make: Callable[[], Base], stop: int
 ) -> None:
@@ -300,7 +316,7 @@ class Remembers(Base):
         return state
 
 
-@pytest.mark.parametrize("stop", [6, 14])
+@pytest.mark.parametrize("stop", STOPS)
 def test_buffers_and_extra_state_are_given_back(tmp_path: Path, stop: int) -> None:
     expected, actual = check(tmp_path, stop, Remembers)
     assert actual.extra == expected.extra
@@ -327,7 +343,7 @@ class Epochs(Callback):
         self.count = state_dict["count"]
 
 
-@pytest.mark.parametrize("stop", [6, 14])
+@pytest.mark.parametrize("stop", STOPS)
 def test_callbacks_are_given_back_behind_the_hooks_of_the_start(tmp_path: Path, stop: int) -> None:
     expected, actual = check(tmp_path, stop, callbacks=lambda: [Epochs()])
     (before,), (after,) = (

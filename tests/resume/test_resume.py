@@ -35,10 +35,10 @@ STOPS = {
 
 
 def stops_and_workers() -> Iterator[Any]:
-    """Yield every stop without and with worker processes; half of the latter only with --slow."""
+    """Yield every stop without and with worker processes; most of the latter only with --slow."""
     for name, stop in STOPS.items():
         yield pytest.param(stop, 0, id=f"{name}-0")
-        seldom = name in ("first batch", "validation due", "second epoch")
+        seldom = name not in ("mid-epoch", "epoch end due")
         yield pytest.param(stop, 2, id=f"{name}-2", marks=[pytest.mark.slow] if seldom else [])
 
 
@@ -66,8 +66,15 @@ RUNS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("stop", [6, pytest.param(11, marks=pytest.mark.slow), 14])
-@pytest.mark.parametrize("kind", RUNS)
+def kinds_and_stops() -> Iterator[Any]:
+    """Yield every kind with every stop; each runs with one of them always, the rest by --slow."""
+    for i, kind in enumerate(RUNS):
+        for stop in (6, 11, 14):
+            marks = [] if stop == (6, 14)[i % 2] else [pytest.mark.slow]
+            yield pytest.param(kind, stop, id=f"{kind}-{stop}", marks=marks)
+
+
+@pytest.mark.parametrize(("kind", "stop"), list(kinds_and_stops()))
 def test_whatever_the_run_is(tmp_path: Path, kind: str, stop: int) -> None:
     expected = straight(**RUNS[kind])
     interrupt(tmp_path, stop, {}, **RUNS[kind])

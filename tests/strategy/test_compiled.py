@@ -113,9 +113,9 @@ LAYER_MAJOR: Any = ({"layer_major": True}, {"accumulate_grad_batches": 2})
     [
         pytest.param("call", *RECOMPUTED, id="call, recomputed"),
         pytest.param("call", *KEPT, id="call, kept and clipped"),
-        pytest.param("call", *LAYER_MAJOR, id="call, layer-major"),
+        pytest.param("call", *LAYER_MAJOR, id="call, layer-major", marks=pytest.mark.slow),
         pytest.param("hooked", *LAYER_MAJOR, id="hooked, layer-major"),
-        pytest.param("wrapper", *KEPT, id="wrapper, kept and clipped"),
+        pytest.param("wrapper", *KEPT, id="wrapper, kept and clipped", marks=pytest.mark.slow),
         pytest.param("wrapper", *LAYER_MAJOR, id="wrapper, layer-major"),
         pytest.param("forward", *RECOMPUTED, id="forward, recomputed"),
     ],

@@ -122,7 +122,7 @@ def test_where_all_weights_stay_on_the_device_the_order_stays_too(tmp_path: Path
     assert strategy.engine.plan.order == "usual"
 
 
-@pytest.mark.parametrize("factor", [2.2, 2.6])
+@pytest.mark.parametrize("factor", [2.2, pytest.param(2.6, marks=pytest.mark.slow)])
 def test_a_step_brings_the_weights_of_one_batch_however_many_it_has(
     factor: float, tmp_path: Path
 ) -> None:

@@ -65,7 +65,11 @@ def make_net(net: str, optimizer: str) -> Net:
 @pytest.mark.parametrize(
     ("net", "optimizer", "setting"),
     [
-        *[("layers", optimizer, setting) for optimizer in OPTIMIZERS for setting in SETTINGS],
+        *[
+            pytest.param("layers", optimizer, setting, marks=[pytest.mark.slow] * ((i + j) % 2))
+            for i, optimizer in enumerate(OPTIMIZERS)
+            for j, setting in enumerate(SETTINGS)
+        ],
         *[("tied", optimizer, "eager") for optimizer in OPTIMIZERS],
         *[("tied", "adamw", setting) for setting in SETTINGS if setting != "eager"],
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,16 @@ PLACES: dict[str, tuple[type, str]] = {
 }
 
 
-@pytest.mark.parametrize("nth", [0, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("durability", ["step", "checkpoint"])
-@pytest.mark.parametrize("place", PLACES)
+def places() -> Iterator[Any]:
+    """Yield every place, and with one durability or the other some that run always."""
+    for i, place in enumerate(PLACES):
+        for j, durability in enumerate(("step", "checkpoint")):
+            for nth in (0, 3):
+                marks = [pytest.mark.slow] if nth or (i + j) % 2 else []
+                yield pytest.param(place, durability, nth, marks=marks)
+
+
+@pytest.mark.parametrize(("place", "durability", "nth"), list(places()))
 def test_the_finished_steps_are_committed(
     tmp_path: Path, place: str, durability: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

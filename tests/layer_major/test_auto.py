@@ -50,13 +50,14 @@ SAME: dict[str, tuple[Callable[[], nn.Module], list[Batch], float]] = {
 }
 
 
+SELDOM = ("llama", "gpt_with_dropout", "branch")
+
+
 def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(
-    "case", [slow(case) if case in ("llama", "gpt_with_dropout") else case for case in SAME]
-)
+@pytest.mark.parametrize("case", [slow(case) if case in SELDOM else case for case in SAME])
 def test_the_same_bits_switch_it_on(case: str, tmp_path: Path) -> None:
     make, batches, room_mib = SAME[case]
     strategy = check_auto(tmp_path, make, batches, room_mib=room_mib, accumulate_grad_batches=4)
@@ -200,12 +201,12 @@ class Popping(Subject):
     "settings",
     [
         {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+        slow({"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
         {"precision": "bf16-mixed"},
         {"val_check_interval": 2, "val_batches": nets.tokens(2, [7], seed=5)},
         {"subject": Skipping},
         {"paging": {"nonfinite": "skip"}},
-        {"paging": {"durability": "checkpoint"}},
+        slow({"paging": {"durability": "checkpoint"}}),
         slow({"paging": {"optimizer_compression": "lossless"}}),
     ],
     ids=lambda settings: str(next(iter(settings.values())))[:40],

@@ -85,21 +85,27 @@ def test_models(case: str, tmp_path: Path, groups: list[int]) -> None:
     assert max(groups) > 1
 
 
-@pytest.mark.parametrize("kind", ["validate", "test", "predict"])
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"inference_mode": False},
-        {"layer_major": "auto"},
-        {"limit_val_batches": 4, "limit_test_batches": 0.5, "limit_predict_batches": 3},
-        {"precision": "bf16-mixed"},
-        {"profiler": "simple"},
-        {"fast_dev_run": 3},
-    ],
-    ids=lambda settings: next(iter(settings)),
-)
-def test_settings(kind: str, settings: dict[str, Any], tmp_path: Path, groups: list[int]) -> None:
-    check(tmp_path, kind, nets.Tiny, lambda: loader(VARIED), **settings)
+SETTINGS: dict[str, dict[str, Any]] = {
+    "inference_mode": {"inference_mode": False},
+    "auto": {"layer_major": "auto"},
+    "limits": {"limit_val_batches": 4, "limit_test_batches": 0.5, "limit_predict_batches": 3},
+    "precision": {"precision": "bf16-mixed"},
+    "profiler": {"profiler": "simple"},
+    "fast_dev_run": {"fast_dev_run": 3},
+}
+
+
+def settings_and_kinds() -> Iterator[Any]:
+    """Yield all of them; each limit runs always, of the others each setting with one kind."""
+    for i, name in enumerate(SETTINGS):
+        for j, kind in enumerate(("validate", "test", "predict")):
+            often = name == "limits" or i % 3 == j
+            yield pytest.param(kind, name, marks=[] if often else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("kind", "name"), list(settings_and_kinds()))
+def test_settings(kind: str, name: str, tmp_path: Path, groups: list[int]) -> None:
+    check(tmp_path, kind, nets.Tiny, lambda: loader(VARIED), **SETTINGS[name])
     assert max(groups) > 1
 
 

@@ -76,8 +76,17 @@ class Ending(Generating):
     end = 0
 
 
-@pytest.mark.parametrize("subject", [Generating, Sampling])
-@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("model", "subject"),
+    [
+        ("llama", Generating),
+        ("llama", Sampling),
+        ("gpt2", Sampling),
+        ("qwen3_moe", Generating),
+        pytest.param("gpt2", Generating, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", Sampling, marks=pytest.mark.slow),
+    ],
+)
 def test_generation(
     model: str, subject: type[Evaluated], tmp_path: Path, groups: list[int]
 ) -> None:

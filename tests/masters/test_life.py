@@ -87,8 +87,21 @@ def assert_equal_masters(expected: dict[str, Tensor], actual: dict[str, Tensor])
         assert torch.equal(value, actual[name]), name
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("format", ["lightning", "linked"])
+FORMATS = ("lightning", "linked")
+
+
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("form", "format"),
+    [
+        (form, format) if (i + j) % 2 == 0 else slow(form, format)
+        for i, form in enumerate(FORMS)
+        for j, format in enumerate(FORMATS)
+    ],
+)
 def test_a_checkpoint_holds_the_masters(tmp_path: Path, format: Any, form: str) -> None:
     paging = {"durability": "step", "optimizer_compression": FORMS[form]}
     whole = make_net(adamw)
@@ -146,8 +159,14 @@ BETWEEN: dict[str, Callable[[Any, Net], None]] = {
 }
 
 
-@pytest.mark.parametrize("compression", [False, "lossless"])
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize(
+    ("between", "compression"),
+    [
+        (between, compression) if (i + j) % 2 == 0 else slow(between, compression)
+        for i, between in enumerate(BETWEEN)
+        for j, compression in enumerate((False, "lossless"))
+    ],
+)
 def test_a_second_fit_goes_on_with_the_masters(between: str, compression: Any) -> None:
     net, optimizer = two_fits(BETWEEN[between], compression)
     assert_equal_masters(after_two_fits(), masters_of(net, optimizer))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -54,8 +55,15 @@ def test_every_optimizer(kind: str) -> None:
     assert_same(expected, net, fit(net, paged(**tight)).optimizers[0])
 
 
-@pytest.mark.parametrize("paging", PAGING)
-@pytest.mark.parametrize("run", RUNS)
+def runs_and_pagings() -> Iterator[Any]:
+    """Yield every run with every way to page; two of three always."""
+    for i, run in enumerate(RUNS):
+        for j, paging in enumerate(PAGING):
+            marks = [pytest.mark.slow] if (i + j) % 3 == 2 else []
+            yield pytest.param(run, paging, marks=marks)
+
+
+@pytest.mark.parametrize(("run", "paging"), list(runs_and_pagings()))
 def test_every_run(run: str, paging: str) -> None:
     make = OPTIMIZERS["adamw"]
     expected = Reference(make_net(make)).fit(**RUNS[run])

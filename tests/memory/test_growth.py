@@ -78,7 +78,12 @@ ONE_BY_ONE = GradientAccumulationScheduler({0: 1, 1000: 2})
     ("model", "options", "settings"),
     [
         (Evaluated, {"durability": "step"}, {}),
-        (Evaluated, {"layer_major": True}, {"accumulate_grad_batches": 2}),
+        pytest.param(
+            Evaluated,
+            {"layer_major": True},
+            {"accumulate_grad_batches": 2},
+            marks=pytest.mark.slow,
+        ),
         (Evaluated, {"layer_major": True}, {"callbacks": [ONE_BY_ONE]}),
         (Stashing, {}, {}),
     ],

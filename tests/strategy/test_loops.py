@@ -92,8 +92,14 @@ def use(module: Net, optimizer: str) -> None:
     module.configure_optimizers = makers[optimizer]  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("same_trainer", [True, False], ids=["same trainer", "new trainer"])
-@pytest.mark.parametrize("second", ["sgd", "adafactor", "half", "adamw"])
+@pytest.mark.parametrize(
+    ("second", "same_trainer"),
+    [
+        pytest.param(second, same, marks=[pytest.mark.slow] * ((i + same) % 2))
+        for i, second in enumerate(("sgd", "adafactor", "half", "adamw"))
+        for same in (True, False)
+    ],
+)
 def test_fit_twice_with_another_optimizer(tmp_path: Path, second: str, same_trainer: bool) -> None:
     modules = []
     for kind in ("paged", "plain"):

@@ -25,7 +25,9 @@ FORWARD, BACKWARD, INFERENCE = range(3)
 _NUM_KINDS = 3
 _MAX_STACK = 1 << 16
 _MAX_AHEAD = 1 << 12
-"""Accesses that are looked ahead at most."""
+_MAX_ROUNDS = 16
+"""Accesses that are looked ahead at most, and the same for each unit: what never comes again (a
+unit that only validation runs) would be looked for in every round of a loop known to no end."""
 LIKELY = -math.log(0.5)
 """What is in more doubt than this (less likely than a half) is not read ahead."""
 SURE = -math.log(0.9)
@@ -188,7 +190,8 @@ class Predictor:
 
     def _look_further(self, limit: float = LIKELY) -> bool:
         """Add one access to what is expected; False where all that is known is in more doubt."""
-        if len(self._ahead) >= _MAX_AHEAD or self._virtual.doubt - self._settled > limit:
+        most = min(_MAX_AHEAD, _MAX_ROUNDS * len(self._last))
+        if len(self._ahead) >= most or self._virtual.doubt - self._settled > limit:
             return False
         token = self._virtual.step(self._settled + LIKELY)
         if token is None:

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from mt_lightning.pager import contexts
+from mt_lightning.pager import predictor as predictor_module
 from mt_lightning.pager.predictor import BACKWARD, FORWARD, INFERENCE, Predictor
 
 Access = tuple[int, int]
@@ -197,3 +198,12 @@ def test_a_small_model_is_not_looked_at_again_and_again() -> None:
         assert set(predictor.upcoming()) == {0, 1, 2} or predictor._now < 3 * len(step)
         # What repeats is known to no end, but behind one round there is no other unit.
         assert len(predictor._ahead) <= 2 * len(step)
+
+
+def test_what_never_comes_again_is_not_looked_for_in_every_round_to_come() -> None:
+    predictor, only_validated = Predictor(), 9
+    for access in [*evaluate(only_validated), *train(*LAYERS) * 20]:
+        predictor.observe(*access)
+    assert predictor.next_use(only_validated) > 2 * len(LAYERS)
+    assert set(predictor.upcoming()) == set(LAYERS)
+    assert len(predictor._ahead) <= predictor_module._MAX_ROUNDS * (len(LAYERS) + 1)

@@ -16,6 +16,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from mt_lightning.optim.masters import round_to
+
 WIDTH = 256
 NUM_LAYERS = 6
 NUM_STEPS = 5
@@ -101,6 +103,38 @@ def train_reference(
             for mine, its in zip(host.parameters(), there.parameters(), strict=True):
                 its.copy_(mine)
     return host
+
+
+class Halves(Net):
+    """Computes in the dtype of its weights, and keeps its buffer in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.scale + self.shift.to(x.dtype)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def train_masters(device: torch.device, num_steps: int = NUM_STEPS) -> Net:
+    """Train bfloat16 weights, and fp32 masters of them, on a device; return the weights."""
+    masters, there = Halves().to(device), Halves().to(device)
+    optimizer = masters.configure_optimizers()
+    pairs = list(zip(masters.parameters(), there.parameters(), strict=True))
+
+    def show() -> None:
+        for master, weight in pairs:
+            weight.data = round_to(torch.empty_like(master, dtype=torch.bfloat16), master.detach())
+
+    show()
+    torch.manual_seed(2)
+    for rows in data().split(BATCH)[:num_steps]:
+        there.training_step(rows.to(device, torch.bfloat16), 0).backward()
+        for master, weight in pairs:
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        optimizer.step()
+        show()
+    return there.cpu()
 
 
 def fit(module: Net, strategy: Any, root: Any, **settings: Any) -> Trainer:

@@ -11,8 +11,20 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import mt_lightning as mt
+from mt_lightning.optim.masters import join, split
 
-from .reference import BATCH, NUM_STEPS, Net, assert_same, data, deterministic, fit, train_reference
+from .reference import (
+    BATCH,
+    NUM_STEPS,
+    Halves,
+    Net,
+    assert_same,
+    data,
+    deterministic,
+    fit,
+    train_masters,
+    train_reference,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -159,6 +171,31 @@ def test_what_fits_is_trained_as_by_plain_lightning_there(
     assert strategy.engine.plan.on_device is not None
     assert strategy.engine.plan.on_device.updates
     assert_same(module, plain.cpu())
+
+
+def test_masters_of_what_fits_are_stepped_there(tmp_path: Path) -> None:
+    module, strategy = Halves(), mt.MegaTrainStrategy()
+    fit(module, strategy, tmp_path, precision="bf16-true", **SETTINGS)
+    assert strategy.engine is not None
+    assert strategy.engine.plan is not None
+    assert strategy.engine.plan.on_device is not None
+    assert strategy.engine.plan.on_device.updates
+    assert_same(module, train_masters(CUDA))
+
+
+def test_halves_of_masters_are_those_of_the_host() -> None:
+    bits = torch.randint(-(2**31), 2**31, (1 << 22,), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([0, 0x7F800000, 0x7F800001, 0x7FFFFFFF, 0x7F7FFFFF, 0x7FFF8000])
+    master = torch.cat([bits, ends, ends - 2**31]).int().view(torch.float32)
+    found = []
+    for device in ("cpu", CUDA):
+        weight = torch.empty(master.shape, dtype=torch.bfloat16, device=device)
+        rest = torch.empty(master.shape, dtype=torch.int16, device=device)
+        split(master.to(device), weight, rest)
+        joined = join(weight, rest, torch.empty(master.shape, device=device))
+        found.append([each.cpu() for each in (weight, rest, joined)])
+    for host, there in zip(*found, strict=True):
+        assert torch.equal(host.view(torch.uint8), there.view(torch.uint8))
 
 
 def test_a_run_that_fits_goes_on_from_its_commit(tmp_path: Path) -> None:

@@ -71,7 +71,10 @@ def test_bytes_of_sliced_pages_are_predicted(mode: str, budget: str, tmp_path: P
     assert moved.bytes == list(Simulator(case).run(NUM_STEPS))
 
 
-@pytest.mark.parametrize(("mode", "budget"), [("eager", "tight"), ("clipped_2", "smallest")])
+@pytest.mark.parametrize(
+    ("mode", "budget"),
+    [pytest.param("eager", "tight", marks=pytest.mark.slow), ("clipped_2", "smallest")],
+)
 def test_the_speed_of_the_drive_changes_nothing(mode: str, budget: str, tmp_path: Path) -> None:
     case = gpt_case(budget=budget, depth=2, **MODES[mode])
     speeds = {"fast": None, "again": None, "slow_reads": (30e6, 1e9), "slow_writes": (1e9, 30e6)}

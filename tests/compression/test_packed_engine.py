@@ -193,8 +193,15 @@ def run_on(make: Any, strategy: Any, path: Path, *, steps: tuple[int, int]) -> N
     return net
 
 
-@pytest.mark.parametrize("first", ["paged", "alone"])
-@pytest.mark.parametrize("second", ["paged", "alone"])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("paged", "paged"),
+        ("paged", "alone"),
+        ("alone", "paged"),
+        pytest.param("alone", "alone", marks=pytest.mark.slow),
+    ],
+)
 def test_checkpoints_carry_packed_state_exactly(tmp_path: Path, first: str, second: str) -> None:
     kinds = {
         "alone": lambda: (compressed, "auto"),

@@ -114,10 +114,10 @@ def test_bit_that_flips_once_is_read_again(
 @pytest.mark.parametrize(
     ("op", "nth", "setting"),
     [
-        (op, nth, setting)
-        for op in ("read", "write", "sync")
-        for nth in (1, 3)
-        for setting in SETTINGS
+        pytest.param(op, nth, setting, marks=[pytest.mark.slow] * ((i + j + k) % 2))
+        for i, op in enumerate(("read", "write", "sync"))
+        for j, nth in enumerate((1, 3))
+        for k, setting in enumerate(SETTINGS)
     ],
 )
 def test_input_output_error(tmp_path: Path, op: str, nth: int, setting: str) -> None:

@@ -91,7 +91,9 @@ class WindowSimulator(Simulator):
             self._passed = num_micros * self._inputs[page]
 
 
-@pytest.mark.parametrize("num_micros", [1, 4, 16, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "num_micros", [1, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (16, 64))]
+)
 def test_bytes_are_predicted(num_micros: int, tmp_path: Path) -> None:
     width, vocab, num_layers = 64, 300, 5
     sizes = {"depth": DEPTH, "deferred": False, "micro_batches": num_micros}

@@ -52,7 +52,7 @@ def test_pieces_in_any_order_give_the_same_bytes(format, cuts, shuffle) -> None:
 
 
 @pytest.mark.parametrize("format", ALL, ids=by_name)
-@pytest.mark.parametrize("threads", [2, 3, 8])
+@pytest.mark.parametrize("threads", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_any_number_of_threads_gives_the_same_bytes(format, threads: int) -> None:
     numel = (1 << 20) + 130
     results = []

@@ -176,7 +176,7 @@ class Llama(LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
-@pytest.mark.parametrize("how", ["call", "wrapper"])
+@pytest.mark.parametrize("how", ["call", pytest.param("wrapper", marks=pytest.mark.slow)])
 def test_compiled_layers_of_transformers_are_units(tmp_path: Path, how: str) -> None:
     expected = fit(Llama(how), "auto")
     torch._dynamo.reset()

@@ -299,6 +299,7 @@ class Attached:
         run = self.run
         report_first_step(self.run, drained=False)
         self.masters.settle()
+        self.outside.take_replaced()
         self.masters.before_step()
         if skip:
             run.steps.zero_grad(optimizer)
@@ -348,6 +349,7 @@ class Attached:
 
     def find_edits(self) -> None:
         """See whether weights were written to outside a step; all updates are done."""
+        self.outside.take_replaced()
         self.masters.find_writes()
         for entry in self.run.resident:
             self.run.planes.changes(entry.page)

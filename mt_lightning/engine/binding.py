@@ -54,16 +54,15 @@ class Binder:
         self._stand_in(page)
 
     def _check_blank(self, page: Page) -> None:
-        params, blanks = self._members[page.index].params, self._blanks[page.index]
-        for param, blank, spec in zip(params, blanks, page.layout.params, strict=True):
-            if param.data_ptr() != blank.data_ptr():
-                raise StepError(
-                    f"{spec.name} was given new values while its page was not in memory; they "
-                    f"would be "
-                    "lost. Between steps, change weights through load_state_dict(); before and "
-                    "after "
-                    "fit, as you like."
-                )
+        if not (replaced := self.replaced(page)):
+            return
+        members = self._members[page.index].params
+        index = next(i for i, param in enumerate(members) if param is replaced[0][0])
+        raise StepError(
+            f"{page.layout.params[index].name} was given new values while its page was not in "
+            "memory; they would be lost. Between steps, change weights through load_state_dict(); "
+            "before and after fit, as you like."
+        )
 
     def _stand_in(self, page: Page) -> None:
         frozen = [p for p in self._members[page.index].params if not p.requires_grad]
@@ -80,6 +79,37 @@ class Binder:
         self._settled[page.index] = plane
         self.used.add(page.index)
         self.show(page, plane)
+
+    def take_replaced(self, page: Page) -> None:
+        """Write to a page that stays what user code has put in place of its values (`p.data = x`).
+
+        Nothing is shown of it, hence nothing replaced, where a run that broke off let go of it.
+
+        Raises:
+            StepError: That has another shape or dtype.
+        """
+        plane = self._settled.get(page.index)
+        if plane is None:
+            return
+        for param, spec in zip(self._members[page.index].params, page.layout.params, strict=True):
+            view = spec.view(plane)
+            if param.data_ptr() == view.data_ptr():
+                continue
+            if param.shape != view.shape or param.dtype != view.dtype:
+                raise StepError(
+                    f"{spec.name} was given values of shape {tuple(param.shape)} and "
+                    f"{param.dtype} while its page holds {tuple(view.shape)} and {view.dtype}: "
+                    "neither can change in a run. Change it before or after fit."
+                )
+            with torch.inference_mode(False), torch.no_grad():
+                view.copy_(param.data)
+                param.data = view
+
+    def replaced(self, page: Page) -> list[tuple[nn.Parameter, torch.Tensor]]:
+        """Return what user code has put in place of placeholders: no page holds it."""
+        params, blanks = self._members[page.index].params, self._blanks[page.index]
+        pairs = zip(params, blanks, strict=True)
+        return [(p, p.data) for p, blank in pairs if p.data_ptr() != blank.data_ptr()]
 
     def show(self, page: Page, plane: torch.Tensor) -> None:
         """Point the parameters at `plane` without keeping count."""

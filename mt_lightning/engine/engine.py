@@ -383,7 +383,10 @@ class Engine:
         assert self._parking is not None
         with torch.inference_mode(False), torch.no_grad():
             for page in run.build.table:
+                replaced = run.binder.replaced(page)
                 self._parking.park(page)
+                for param, value in replaced:  # the next run takes these in
+                    param.data = value
             workspace = Workspace(self.machine.arena)
             for facade, trained in zip(self._facades, run.steps.trained, strict=True):
                 plain = PlainState(self.machine.store, self.machine.io, workspace)

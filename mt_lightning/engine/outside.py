@@ -97,3 +97,9 @@ class Outside:
             elif not self._editing[page.index]:
                 self._run.binder.blank(page)
                 self._run.writer.close(page)
+
+    def take_replaced(self) -> None:
+        """Keep what user code has put in place of the values of what stays in memory."""
+        for entry in self._run.resident:
+            if not self._editing[entry.page.index]:
+                self._run.binder.take_replaced(entry.page)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Optimizer
 
 import mt_lightning as mt
-from mt_lightning.errors import BudgetError
+from mt_lightning.errors import BudgetError, StepError
 
 from .loops import adamw, differences, loop, loss_of, make
 
@@ -148,3 +148,40 @@ def test_an_error_in_the_middle_loses_no_finished_step() -> None:
         train()
     trained = [p.detach() for p in net.parameters()]
     assert differences(expected[3 : 3 + len(trained)], trained) == []
+
+
+def test_values_that_are_put_in_place_of_weights_are_taken_in() -> None:
+    """`p.data = x`: at once where weights stay in RAM, else when the pages are closed."""
+
+    def train(pages: bool) -> list[torch.Tensor]:
+        net, optimizer = make()
+        block: Any = net.blocks[0]
+        stays, goes = net.embed.weight, block.norm.weight
+        seen = []
+        for run in range(2):
+            handle = mt.page(net, optimizer) if pages else None
+            for step in range(2):
+                loss_of(net, step).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                stays.data = torch.full(stays.shape, 0.5 + run + step)
+            seen.append(net.state_dict()["embed.weight"].clone())
+            goes.data = torch.full(goes.shape, 2.0 + run)
+            if handle is not None:
+                handle.close()
+            seen += [p.detach().clone() for p in net.parameters()]
+        return seen
+
+    assert differences(train(pages=False), train(pages=True)) == []
+
+
+def test_values_of_another_shape_are_refused() -> None:
+    net, optimizer = make()
+    handle = mt.page(net, optimizer)
+    net.embed.weight.data = torch.zeros(33, 16)
+    loss_of(net).backward()
+    with pytest.raises(StepError, match=r"embed\.weight was given values of shape \(33, 16\)"):
+        optimizer.step()
+    net.embed.weight.data = torch.zeros(32, 16)
+    handle.close()
+    assert not net.embed.weight.any()

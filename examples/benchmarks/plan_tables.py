@@ -27,7 +27,7 @@ from mt_lightning.planning.simulation import simulate
 from mt_lightning.planning.tiers import Model
 from mt_lightning.planning.training import Training
 
-BUSY, MOST_TRIES = 0.95, 12
+BUSY, BOUND, MOST_TRIES = 0.95, 0.90, 24
 SIZES = ("8B", "14B", "32B", "70B", "100B", "30B-A3B", "120B-A5B", "1T-A32B")
 
 
@@ -57,8 +57,23 @@ def footprints() -> None:
                 print(f"| {item.name} | {' | '.join(map(gib, cells))} |")
 
 
+def smallest(adviser: Adviser, training: Training, share: float) -> Answer | None:
+    """Return the smallest step, to an eighth, that computes for a share of the time as played."""
+    found = adviser.break_even(training, share)
+    for _ in range(MOST_TRIES):
+        if found is None or simulate(found, num_steps=1).compute_share >= share:
+            break
+        # What does not overlap shows in the played step only.
+        micros = found.training.accumulate_grad_batches
+        more = dataclasses.replace(
+            found.training, accumulate_grad_batches=micros + max(1, micros // 8)
+        )
+        found = adviser.answer(more)
+    return found
+
+
 def hundred() -> None:
-    """Print 100B on data-centre and consumer machines."""
+    """Print the smallest steps of 100B that computing bounds, on several machines."""
     model = find_model("100B")
     print(
         "\n| 100B on | state | tokens | s, sweeps | s, played | busy | tokens/s | RAM GiB | days |"
@@ -71,7 +86,7 @@ def hundred() -> None:
                 accumulate_grad_batches=2,
                 options=Options(optimizer_compression=form, layer_major=True),
             )
-            even = adviser.break_even(training)
+            even = smallest(adviser, training, BOUND)
             if even is None or even.time is None or even.tiers is None:
                 print(f"| {name} | {form} | none |")
                 continue
@@ -110,13 +125,7 @@ def sizes() -> None:
             accumulate_grad_batches=2,
             options=Options(optimizer_compression=True, layer_major=True, max_ram_gb=ram_gb(size)),
         )
-        even = adviser.break_even(training, BUSY)
-        for _ in range(MOST_TRIES):
-            if even is None or simulate(even, num_steps=1).compute_share >= BUSY:
-                break
-            # What does not overlap shows in the played step only.
-            more = -(-5 * even.training.accumulate_grad_batches // 4)
-            even = adviser.answer(dataclasses.replace(even.training, accumulate_grad_batches=more))
+        even = smallest(adviser, training, BUSY)
         if even is None or even.time is None or even.tiers is None:
             print(f"| {size} | none |", flush=True)
             continue

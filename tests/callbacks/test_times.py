@@ -50,7 +50,7 @@ def smallest_gb(fit: Fit, **options: Any) -> float:
 def test_stalls_are_the_shortfall_of_the_drive(fit: Fit, tmp_path: Path, order: str) -> None:
     options: dict[str, Any] = {"durability": "step", "recompute": True}
     budget_gb = smallest_gb(fit, **options) + 1.5 * WIDE * WIDE * 4 / 2**30
-    speed = 40e6
+    speed = 15e6
     throttle = functools.partial(
         ThrottledStore, read_bytes_per_s=speed, write_bytes_per_s=float("inf")
     )

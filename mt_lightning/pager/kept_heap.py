@@ -1,17 +1,17 @@
 """Freed memory that the C library keeps for what comes next: counted, bounded, given back in time.
 
-[Note: two bounds]
+[Note: one bound]
 Tensors that the budget counts (gradients, graphs, inputs of units) lie in the heap. Once freed they
-are still counted as kept, and are given back before anything else takes their room. Beside them
-the heap holds what nobody counts: activations. How much of it is free cannot be told from inside;
-but whenever a page is needed, the process is compared with the least that it has taken since the
-heap was last given back. It may have grown by what is free in the budget, by an eighth of it, or by
-as much again as lives beside it.
+are still counted as kept until something else wants their room. Beside them the heap holds what
+nobody counts: activations. How much of it is free cannot be told from inside. But the process may
+take what the budget allows and, beside it, what a single stretch between two looks was seen to
+take when nothing was free at its start; an eighth of the budget more is left for gaps between
+blocks. Within that bound freed memory stays: what one unit frees the next one takes, and the kernel
+need not zero it again. Above it, all of it is given back.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 from mt_lightning.pager.budget import Budget
@@ -38,7 +38,12 @@ class KeptHeap:
         self._give_back = give_back
         self._anonymous = anonymous
         self._high_bytes = 0
-        self._floor_bytes = self._least_bytes = sys.maxsize
+        self._floor_bytes: int | None = None
+        """Beside budget and frames, the least since the heap was last given back."""
+        self._needed_bytes = 0
+        """The same at the end of a stretch that began with nothing free, at most."""
+        self._is_fresh = False
+        """Whether the heap was given back when it was last looked at."""
 
     @property
     def framed_bytes(self) -> int:
@@ -63,23 +68,34 @@ class KeptHeap:
         self._high_bytes = self._live_bytes
 
     def check(self, frames_bytes: int) -> None:
-        """Give the heap back where more of it is free than may be.
+        """Give the heap back where the process has taken more than it may.
 
         Args:
             frames_bytes: Memory that the process holds in frames.
         """
         beside = self._beside(frames_bytes)
-        free = max(
-            KEPT_SHARE * self._budget.limit_bytes,
-            self._budget.available_bytes,
-            self._floor_bytes - self._least_bytes,
-        )
-        if beside <= self._floor_bytes + free:
+        if self._is_fresh:
+            self._needed_bytes = max(self._needed_bytes, beside)
+        if self._floor_bytes is None:
+            self._floor_bytes = beside
+        self._is_fresh = self.excess_bytes() > 0
+        if self._is_fresh:
+            self.give_back()
+            self._floor_bytes = self._beside(frames_bytes)
+        else:
             self._floor_bytes = min(self._floor_bytes, beside)
-            return
-        self.give_back()
-        self._floor_bytes = self._beside(frames_bytes)
-        self._least_bytes = min(self._least_bytes, self._floor_bytes)
+
+    def excess_bytes(self, coming: int = 0) -> int:
+        """Return by how much the process exceeds what it may take.
+
+        Args:
+            coming: Bytes that it is about to take.
+        """
+        if self._floor_bytes is None:
+            return coming
+        most = (1 + KEPT_SHARE) * self._budget.limit_bytes
+        return self._anonymous() + coming - int(most) - max(self._floor_bytes, self._needed_bytes)
 
     def _beside(self, frames_bytes: int) -> int:
-        return self._anonymous() - frames_bytes - self._live_bytes
+        """Return what lives outside of frames, or is free there, and is not counted."""
+        return self._anonymous() - frames_bytes - self._live_bytes - self.kept_bytes()

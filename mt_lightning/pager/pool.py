@@ -321,9 +321,14 @@ class WeightPool:
     def _trim(self, nbytes: int, *, in_heap: bool = False) -> None:
         """Give back free frames and free heap that would push real memory above the limit."""
         idle = self._arena.held_bytes - self._heap.framed_bytes
-        kept = self._heap.kept_bytes(nbytes if in_heap else 0)
-        excess = idle + kept - (self._budget.available_bytes - nbytes)
-        if idle > 0 and excess > 0:
+        left = self._budget.available_bytes - nbytes
+        if idle > left:
+            idle -= self._arena.trim(idle - left)
+        if idle + self._heap.kept_bytes(nbytes if in_heap else 0) <= left:
+            return
+        coming = nbytes - self._heap.kept_bytes() if in_heap else nbytes
+        excess = self._heap.excess_bytes(max(0, coming))
+        if excess > 0 and idle > 0:
             excess -= self._arena.trim(excess)
-        if kept and excess > 0:
+        if excess > 0:
             self._heap.give_back()

@@ -10,18 +10,32 @@ LIMIT = 1000
 
 
 class Process:
-    """A heap of which only the amounts are real."""
+    """A process of which only the amounts are real: frames, what is counted, activations."""
 
-    def __init__(self) -> None:
+    def __init__(self, frames: int = 0) -> None:
         self.budget = Budget(LIMIT)
-        self.free = 0
+        if frames:
+            self.budget.reserve(frames, "weights")
+        self.frames = frames
         self.live = 50
+        self.free = 0
         self.num_given_back = 0
-        self.kept = KeptHeap(self.budget, self.give_back, lambda: self.live + self.free)
+        self.kept = KeptHeap(self.budget, self.give_back, self.anonymous)
+
+    def anonymous(self) -> int:
+        counted = self.budget.used_bytes - self.kept.framed_bytes
+        return self.frames + counted + self.live + self.free
 
     def give_back(self) -> None:
         self.free = 0
         self.num_given_back += 1
+
+    def check(self) -> None:
+        self.kept.check(self.frames)
+
+    def run_unit(self, nbytes: int) -> None:
+        """Take so many bytes for activations, free heap first, and free them again."""
+        self.free = max(self.free, nbytes)
 
 
 def test_freed_counted_memory_stays_counted_until_it_is_given_back() -> None:
@@ -51,36 +65,72 @@ def test_frames_are_not_taken_for_heap() -> None:
 
 
 def test_the_heap_is_given_back_where_memory_is_short() -> None:
-    process = Process()
-    process.budget.reserve(LIMIT, "weights")
-    process.kept.check(0)
+    process = Process(frames=LIMIT)
+    process.check()
     process.free = LIMIT // 8
-    process.kept.check(0)
+    process.check()
     assert not process.num_given_back
     process.free += 1
-    process.kept.check(0)
+    process.check()
     assert process.num_given_back == 1
 
 
 def test_the_heap_is_left_alone_where_the_budget_has_room() -> None:
-    process = Process()
-    process.budget.reserve(100, "weights")
-    process.kept.check(0)
+    process = Process(frames=100)
+    process.check()
     process.free = LIMIT - 100
-    process.kept.check(0)
+    process.check()
     assert not process.num_given_back
 
 
 def test_what_lives_is_not_trimmed_for_again_and_again() -> None:
-    process = Process()
-    process.budget.reserve(LIMIT, "weights")
-    process.kept.check(0)
+    process = Process(frames=LIMIT)
+    process.check()
     process.live += 400
-    process.kept.check(0)
+    process.check()
     assert process.num_given_back == 1
     for _ in range(5):
-        process.kept.check(0)
+        process.check()
     assert process.num_given_back == 1
+
+
+def test_what_each_unit_takes_is_left_for_the_next_one() -> None:
+    process = Process(frames=LIMIT)
+    process.check()
+    for _ in range(10):
+        process.run_unit(400)
+        process.check()
+    assert process.num_given_back == 1
+    process.free += LIMIT // 8
+    process.check()
+    assert process.num_given_back == 1
+    process.free += 1
+    process.check()
+    assert process.num_given_back == 2
+
+
+def test_what_gathers_over_many_units_is_not_taken_for_what_one_needs() -> None:
+    process = Process(frames=LIMIT)
+    process.check()
+    for _ in range(40):
+        process.free += LIMIT // 16
+        process.check()
+        assert process.free <= LIMIT // 4
+    assert process.num_given_back >= 10
+
+
+def test_freed_gradients_are_not_taken_for_what_a_unit_needs() -> None:
+    process = Process(frames=LIMIT - 300)
+    process.check()
+    for _ in range(2):
+        gradients = process.budget.reserve(300, "gradients")
+        process.kept.took()
+        process.run_unit(200)
+        gradients.free()
+        process.free += 300
+        process.check()
+    most = process.kept.excess_bytes() + (9 * LIMIT) // 8
+    assert process.anonymous() - most == 50 + 200
 
 
 def test_own_memory_follows_what_the_process_takes() -> None:

@@ -125,7 +125,10 @@ def convert_group(group: dict[str, Any], to: str) -> dict[str, Any]:
     kept.setdefault("decoupled_weight_decay", True)
     kept["params"] = list(group["params"])
     if to == PLAIN:
-        return {**_TORCH_ONLY, **kept}
+        own = {k: v for k, v in group.items() if k in _TORCH_ONLY}
+        if "format" in group:  # a CompressedAdamW rounds as torch's fused step does
+            own["fused"] = True
+        return {**_TORCH_ONLY, **own, **kept}
     if group.get("amsgrad"):
         raise ConfigError(
             "State of amsgrad=True has a third moment, which no packed format keeps. Train with "

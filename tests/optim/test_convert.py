@@ -112,6 +112,19 @@ def test_other_settings_of_a_group_are_kept() -> None:
     assert "foreach" not in group
 
 
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_how_torch_steps_is_kept_from_plain_to_plain(fused) -> None:
+    _, optimizer = _stepped(torch.optim.AdamW, fused=fused, foreach=False)
+    group = convert_state_dict(optimizer.state_dict(), "adamw")["param_groups"][0]
+    assert group == optimizer.state_dict()["param_groups"][0]
+
+
+def test_after_compression_torch_steps_with_the_same_rounding() -> None:
+    _, optimizer = _stepped(CompressedAdamW, format="fp32")
+    group = convert_state_dict(optimizer.state_dict(), "adamw")["param_groups"][0]
+    assert group["fused"] is True
+
+
 def test_unstepped_parameters_stay_without_state() -> None:
     state_dict = torch.optim.AdamW(_params()).state_dict()
     assert convert_state_dict(state_dict, "R1")["state"] == {}

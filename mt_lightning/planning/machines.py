@@ -344,13 +344,18 @@ def changed(machine: Machine, **changes: Any) -> Machine:
     of_drives = {n.removeprefix("drive_"): v for n, v in given.items() if n.startswith("drive_")}
     own = {n: v for n, v in given.items() if not n.startswith(("device_", "drive_"))}
     for name, value in given.items():
-        if isinstance(value, (int, float)) and not value > 0:
-            raise ConfigError(f"{name} is {value:g}: it must be above 0. Give a positive number.")
-        largest = max(value.values()) if isinstance(value, dict) else value
-        if isinstance(largest, (int, float)) and not largest < _MOST:
-            raise ConfigError(
-                f"{name} is {largest:g}: no machine has that. Give a number below {_MOST:g}."
-            )
+        numbers = value.values() if isinstance(value, dict) else (value,)
+        for number in numbers:
+            if not isinstance(number, (int, float)):
+                continue
+            if not number > 0:
+                raise ConfigError(
+                    f"{name} is {number:g}: it must be above 0. Give a positive number."
+                )
+            if not number < _MOST:
+                raise ConfigError(
+                    f"{name} is {number:g}: no machine has that. Give a number below {_MOST:g}."
+                )
     if "memory_bytes" in of_device and machine.on_host:
         raise ConfigError(
             f"{machine.name} computes in the memory of the host: it has no device memory to set. "

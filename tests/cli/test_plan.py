@@ -117,7 +117,13 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
         (["no/such/folder", "--machine", "h100"], "no Hugging Face config"),
         (["hf", "--machine", "h100"], "needs the name of a model"),
         (["8B", "--machine", "h100", "--batch-size", "-1"], "batch_size=-1"),
-        (["8B", "--machine", "h100", "--ram-gb", "-3"], "must be above 0"),
+        *(
+            (["8B", "--machine", "h100", option, value], f"{option} {value}: give a number above 0")
+            for option, value in (("--tflops", "0"), ("--ram-gb", "-3"), ("--link-gb-per-s", "0"))
+        ),
+        (["8B", "--machine", "h100", "--plot", "nowhere/curves.png"], "cannot be written"),
+        ([".", "--machine", "h100"], "no file config.json in it"),
+        (["/no/such/folder", "--machine", "h100"], "no such folder"),
         (["8B", "--machine", "h100", "--tflops", "nan"], "finite"),
         (["8B", "--machine", "h100", "--max-ram-gb", "-3"], "max_ram_gb=-3.0"),
         (["8B", "--machine", "h100", "--compression", "zip"], "optimizer_compression='zip'"),

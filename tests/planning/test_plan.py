@@ -307,6 +307,8 @@ def test_machines_that_cannot_be_are_refused_by_name() -> None:
             parse_drives(text)
     with pytest.raises(ConfigError, match=r"ram_bytes is -1.*above 0"):
         changed(find_machine("h100"), ram_bytes=-1)
+    with pytest.raises(ConfigError, match=r"flops_per_s is 0.*above 0"):
+        changed(find_machine("h100"), device_flops_per_s={"float32": 0.0, "bfloat16": 1.0})
     with pytest.raises(ConfigError, match="no device memory"):
         changed(find_machine("dgx-spark"), device_memory_bytes=1 << 30)
     with pytest.raises(ConfigError, match="prices|per_hour"):

@@ -22,6 +22,7 @@ from mt_lightning.planning.machines import (
 from mt_lightning.planning.profile import MachineProfile
 
 _NEEDED = ("tflops", "ram_gb", "disk_tb", "read_gb_per_s", "write_gb_per_s")
+_NUMBERS = (*_NEEDED, "device_gb", "link_gb_per_s")
 _RAM_BYTES_PER_S = 50e9
 _DEVICE_BYTES_PER_S = 500e9
 
@@ -33,6 +34,10 @@ def find(options: argparse.Namespace) -> Machine:
         ConfigError: It is not known, or numbers are missing or wrong.
         StorageError: This machine has not been measured.
     """
+    for name in _NUMBERS:
+        value = getattr(options, name)
+        if value is not None and not value > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {value:g}: give a number above 0.")
     if options.dir and options.machine != "here":
         raise ConfigError(f"--dir goes with --machine here, not with {options.machine!r}.")
     if options.time_units and options.machine != "here":
@@ -99,8 +104,4 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def _whole(value: float | None, factor: float) -> int | None:
-    if value is None:
-        return None
-    if value <= 0:
-        return -1
-    return int(min(value * factor, sys.float_info.max))
+    return None if value is None else int(min(value * factor, sys.float_info.max))

@@ -129,6 +129,11 @@ def _language_model(root: nn.Module) -> PreTrainedModel | None:
 
 
 def _hub_config(name: str) -> PreTrainedConfig:
+    path = Path(name)
+    missing = path.is_dir() and not (path / "config.json").is_file()
+    if missing or (path.is_absolute() and not path.exists()):
+        what = "there is no file config.json in it" if missing else "there is no such folder"
+        raise ConfigError(f"model={name!r}: {what}. Give a size such as 100B, or a folder with it.")
     try:
         return AutoConfig.from_pretrained(name, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # each model checks its config in its own way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +25,19 @@ def check_plot(path: Path) -> None:
     """Say before anything is planned that it cannot be drawn.
 
     Raises:
-        ConfigError: matplotlib is not installed, or knows no format of that ending.
+        ConfigError: matplotlib is not installed, knows no format of that ending, or the file cannot
+            be written.
     """
     ending = path.suffix.removeprefix(".").lower()
     if ending not in _figure().canvas.get_supported_filetypes():
         raise ConfigError(
             f"--plot {path}: {ending or 'no ending'!r} is no format that can be drawn. Give a name "
             "ending in .png or .svg."
+        )
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(
+            f"--plot {path} cannot be written: give a file in a directory that exists and may be "
+            "written to."
         )
 
 

@@ -19,6 +19,8 @@ STAGES = {
 }
 _QUIET = "JSONARGPARSE_DEPRECATION_WARNINGS"
 _STRATEGY = "mt_lightning.MegaTrainStrategy"
+_NAME = "megatrain"
+_FLAG = "--trainer.strategy"
 _EPILOG = "What the strategy can be told: megatrain {stage} --trainer.strategy.help " + _STRATEGY
 
 
@@ -60,7 +62,7 @@ def run_stage(stage: str, arguments: Sequence[str]) -> int:
         )
     before = sys.argv
     # Not as args=: errors and help then name the program as it was called.
-    sys.argv = [os.path.basename(before[0]) or "megatrain", stage, *arguments]
+    sys.argv = [os.path.basename(before[0]) or "megatrain", stage, *_by_class(arguments)]
     try:
         PagedCLI(
             LightningModule,
@@ -75,6 +77,17 @@ def run_stage(stage: str, arguments: Sequence[str]) -> int:
     finally:
         sys.argv = before
     return 0
+
+
+def _by_class(arguments: Sequence[str]) -> list[str]:
+    """Name the strategy by its class: under its short name jsonargparse takes no options of it."""
+    words = list(arguments)
+    for i, word in enumerate(words):
+        if word == f"{_FLAG}={_NAME}":
+            words[i] = f"{_FLAG}={_STRATEGY}"
+        elif word == _NAME and i and words[i - 1] == _FLAG:
+            words[i] = _STRATEGY
+    return words
 
 
 def _refused(text: str) -> str:

@@ -91,6 +91,15 @@ def test_each_stage_runs_on_pages(config: Path, stage: str) -> None:
     assert strategy.options.max_ram_gb == 0.5
 
 
+@pytest.mark.parametrize(
+    "chosen", [["--trainer.strategy=megatrain"], ["--trainer.strategy", "megatrain"]]
+)
+def test_the_short_name_of_the_strategy_takes_its_options(config: Path, chosen: list[str]) -> None:
+    arguments = ["fit", "-c", str(config), *chosen, "--trainer.strategy.max_ram_gb=0.5"]
+    assert cli.main(arguments) == 0
+    assert seen[0][1].options.max_ram_gb == 0.5
+
+
 def test_another_strategy_can_be_chosen(config: Path) -> None:
     assert cli.main(["fit", "-c", str(config), "--trainer.strategy=auto"]) == 0
     assert not isinstance(seen[0][1], mt.MegaTrainStrategy)

@@ -7,6 +7,7 @@ was not followed by its sync survives or not, each sector and each name on its o
 from __future__ import annotations
 
 import os
+import pathlib
 import random
 import threading
 from collections.abc import Callable
@@ -95,7 +96,12 @@ class Recorder:
             "fdatasync", "replace", "unlink", "mkdir", "rmdir",
         ):  # fmt: skip
             handler: Callable[..., Any] = getattr(self, f"_{name}")
-            monkeypatch.setattr(os, name, self._wrap(getattr(os, name), handler))
+            wrapped = self._wrap(getattr(os, name), handler)
+            monkeypatch.setattr(os, name, wrapped)
+            # Up to Python 3.10 `Path` took them from there, and kept them.
+            accessor = getattr(pathlib, "_NormalAccessor", None)
+            if accessor is not None and name in ("replace", "unlink", "mkdir", "rmdir"):
+                monkeypatch.setattr(accessor, name, staticmethod(wrapped))
 
     @staticmethod
     def _wrap(call: Callable[..., Any], handler: Callable[..., Any]) -> Callable[..., Any]:

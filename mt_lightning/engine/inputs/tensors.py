@@ -99,6 +99,26 @@ class Shape:
         return own.view(self.dtype).as_strided(self.size, self.stride)
 
 
+def _local_count() -> int:
+    thing = object()
+    return sys.getrefcount(thing)
+
+
+def _parameter_count() -> int:
+    def count(thing: object) -> int:
+        return sys.getrefcount(thing)
+
+    thing = object()
+    return count(thing)
+
+
+_LOCAL_COUNT = _local_count()
+"""References to what only a local name holds, as `sys.getrefcount` counts them there. Python 3.10
+counts what a caller passes twice, and from 3.14 on some are borrowed."""
+_PARAMETER_COUNT = _parameter_count() - 1
+"""The same for a parameter, without those of its caller's names."""
+
+
 def _use_count(tensor: torch.Tensor) -> int:
     """Return how many references C++ has to the tensor; one of them is that of the object."""
     return tensor._use_count()  # pyright: ignore[reportAttributeAccessIssue]
@@ -112,7 +132,7 @@ def _is_alone_base(tensor: torch.Tensor) -> bool:
     return (
         type(base) is torch.Tensor
         and _use_count(base) == 2  # the view, and the object made above
-        and sys.getrefcount(base) == 3  # this name, the argument, C++
+        and sys.getrefcount(base) == _LOCAL_COUNT + 1  # C++ holds the object
         and base.data_ptr() == tensor.data_ptr()
         and Shape(base).span_bytes == Shape(tensor).span_bytes
     )
@@ -131,8 +151,8 @@ def is_alone(tensor: torch.Tensor, num_locals: int, saved: int, named: int, fram
     uses = _use_count(tensor)
     if uses != 1 + saved:
         return False
-    # The parameter of this function, that of getrefcount; C++ shares one reference.
-    if sys.getrefcount(tensor) != 2 + num_locals + named + (uses > 1):
+    # C++ shares one reference.
+    if sys.getrefcount(tensor) != _PARAMETER_COUNT + num_locals + named + (uses > 1):
         return False
     is_view = tensor._base is not None
     if use_count(tensor.untyped_storage()._cdata) != 2 + framed + is_view:

@@ -5,9 +5,10 @@ Tensors that the budget counts (gradients, graphs, inputs of units) lie in the h
 are still counted as kept until something else wants their room. Beside them the heap holds what
 nobody counts: activations. How much of it is free cannot be told from inside. But the process may
 take what the budget allows and, beside it, what a single stretch between two looks was seen to
-take when nothing was free at its start; an eighth of the budget more is left for gaps between
-blocks. Within that bound freed memory stays: what one unit frees the next one takes, and the kernel
-need not zero it again. Above it, all of it is given back.
+take when nothing was free at its start, with a sixteenth of the budget for gaps between blocks; or
+an eighth of the budget beside the least that it takes. Within that bound freed memory stays: what
+one unit frees the next one takes, and the kernel need not zero it again. Above it, all of it is
+given back.
 """
 
 from __future__ import annotations
@@ -93,8 +94,9 @@ class KeptHeap:
         """
         if self._floor_bytes is None:
             return coming
-        most = (1 + KEPT_SHARE) * self._budget.limit_bytes
-        return self._anonymous() + coming - int(most) - max(self._floor_bytes, self._needed_bytes)
+        gaps = int(KEPT_SHARE * self._budget.limit_bytes)
+        beside = max(self._floor_bytes + gaps, self._needed_bytes + gaps // 2)
+        return self._anonymous() + coming - self._budget.limit_bytes - beside
 
     def _beside(self, frames_bytes: int) -> int:
         """Return what lives outside of frames, or is free there, and is not counted."""

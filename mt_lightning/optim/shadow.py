@@ -155,7 +155,11 @@ def probe_state(
     kept = {k: _copy(v) for k, v in shadow.attributes.items()}
     try:
         with torch.no_grad():
-            twin = shadow._run(hyper, [Target(param, param.grad, group, {})])
+            try:
+                twin = shadow._run(hyper, [Target(param, param.grad, group, {})])
+            except KeyError:
+                begun = _made_at_construction(optimizer, group, shape)
+                twin = shadow._run(hyper, [Target(param, param.grad, group, begun)])
     except Exception as error:
         raise ConfigError(
             f"{type(optimizer).__name__} could not take a trial step on a parameter of shape "
@@ -179,6 +183,25 @@ def probe_state(
     return dict(twin.state[param]) if param in twin.state else {}
 
 
+def _made_at_construction(
+    optimizer: torch.optim.Optimizer, group: int, shape: tuple[int, ...]
+) -> dict[str, Any]:
+    """Return state of a parameter of `shape` before its first step; empty where a step makes it.
+
+    Some classes make it as they are built, and cannot step without: Adagrad does up to torch 2.10.
+    """
+    for param in optimizer.param_groups[group]["params"]:
+        state = optimizer.state.get(param)
+        if state and param.dim():
+            return {
+                name: value.new_zeros(shape)
+                if isinstance(value, torch.Tensor) and value.shape == param.shape
+                else copy.deepcopy(value)
+                for name, value in state.items()
+            }
+    return {}
+
+
 def check_separable(optimizer: torch.optim.Optimizer, group: int, num_dims: int) -> None:
     """Raise ConfigError when a parameter's update depends on another one, or on random numbers.
 
@@ -188,12 +211,20 @@ def check_separable(optimizer: torch.optim.Optimizer, group: int, num_dims: int)
     values = [torch.randn((4,) * num_dims, generator=generator) for _ in range(4)]
 
     def step(chosen: list[int]) -> list[torch.Tensor]:
-        targets = [Target(values[i].clone(), 100 * values[i + 2], group, {}) for i in chosen]
+        targets = [
+            Target(values[i].clone(), 100 * values[i + 2], group, copy.deepcopy(begun))
+            for i in chosen
+        ]
         Shadow(optimizer).step(snapshot(optimizer), targets)
         return [target.param for target in targets]
 
     name, random_state = type(optimizer).__name__, torch.get_rng_state()
-    together = step([0, 1])
+    begun: dict[str, Any] = {}
+    try:
+        together = step([0, 1])
+    except KeyError:
+        begun = _made_at_construction(optimizer, group, (4,) * num_dims)
+        together = step([0, 1])
     drew = not torch.equal(torch.get_rng_state(), random_state)
     torch.set_rng_state(random_state)
     if drew:

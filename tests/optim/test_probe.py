@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mt_lightning.engine.state_plan import probe_small
-from mt_lightning.optim.shadow import probe_state
+from mt_lightning.optim.shadow import check_separable, probe_state
 
 SHAPES = [(5,), (8, 8), (1, 6), (6, 1), (2, 7), (4, 3, 5), (3, 3, 3)]
 
@@ -34,3 +34,25 @@ def test_a_trial_takes_no_memory_of_the_parameters_size() -> None:
     state = probe_small(optimizer, 0, (1 << 40, 1 << 39), torch.float32)
     assert state["row_var"].shape == (1 << 40, 1)
     assert state["col_var"].shape == (1, 1 << 39)
+
+
+class _MadeEarly(torch.optim.SGD):
+    """Has its state from the start, and cannot step without."""
+
+    def __init__(self, params) -> None:
+        super().__init__(params, lr=0.1)
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"] = torch.zeros_like(param)
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["sum"].add_(param.grad)
+            param.sub_(0.1 * self.state[param]["sum"])
+
+
+def test_state_that_a_class_makes_as_it_is_built_is_found() -> None:
+    optimizer = _MadeEarly([torch.nn.Parameter(torch.zeros(6, 2))])
+    assert probe_state(optimizer, 0, (4,), torch.float32)["sum"].shape == (4,)
+    assert not optimizer.state[optimizer.param_groups[0]["params"][0]]["sum"].any()
+    check_separable(optimizer, 0, 2)

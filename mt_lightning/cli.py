@@ -20,15 +20,12 @@ from rich.console import Console
 from rich.text import Text
 
 from mt_lightning.commands.bench import add_bench_parser, run_bench
-from mt_lightning.commands.completion import asks_for_completion, completed_command
 from mt_lightning.commands.data import show_data
 from mt_lightning.commands.doctor import diagnose
 from mt_lightning.commands.export import add_export_parser, run_export
 from mt_lightning.commands.finding import Status, findings_table
 from mt_lightning.commands.plan import add_plan_parser, run_plan
 from mt_lightning.commands.settings import (
-    CONFIG_NAME,
-    VERSION_BASE,
     complete_arguments,
     group_choices,
     settings_directory,
@@ -36,8 +33,14 @@ from mt_lightning.commands.settings import (
 from mt_lightning.commands.stages import STAGES, run_stage
 from mt_lightning.commands.train import train
 from mt_lightning.commands.verify import add_verify_parser, run_verify
-from mt_lightning.commands.words import nearest
 from mt_lightning.errors import MegaTrainError
+from mt_lightning_command import (
+    COMMANDS,
+    CONFIG_NAME,
+    DESCRIPTION,
+    VERSION_BASE,
+    answer,
+)
 
 TRACEBACK_VARIABLE = "MT_TRACEBACK"
 _EXIT_USAGE = 2
@@ -49,7 +52,6 @@ _USER_ERRORS = (
     MisconfigurationException,
 )
 
-_DESCRIPTION = "Train language models that are larger than memory, on one machine."
 _TRAIN_HELP = """\
 examples:
   megatrain train data.path=my.txt                       your own text
@@ -90,13 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: the words after `megatrain`; None means those of this process.
     """
-    parser, names = _parser()
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if asks_for_completion(given):
-            return _complete_line(given, names)
-        _check_command(parser, names, given)
-        if given and given[0] in STAGES:  # LightningCLI reads all that follows
+        if answer(given):
+            return 0
+        parser = _parser()
+        if given[0] in STAGES:  # LightningCLI reads all that follows
             return run_stage(given[0], given[1:])
         options, rest = parser.parse_known_args(given)
         if options.command in _TOOLS:
@@ -120,36 +121,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _EXIT_USAGE
 
 
-def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
-    parser = argparse.ArgumentParser(prog="megatrain", description=_DESCRIPTION)
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatrain", description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     groups = "\n".join(f"  {name}: {', '.join(found)}" for name, found in group_choices().items())
     train_help = _TRAIN_HELP.format(groups=groups)
-    for name, summary, text in (
-        ("demo", "fine-tune a real language model in half a gigabyte", _DEMO_HELP + train_help),
-        ("train", "train with settings of your own", train_help),
-    ):
+    for name, text in (("demo", _DEMO_HELP + train_help), ("train", train_help)):
         command = commands.add_parser(
             name,
-            help=summary,
+            help=COMMANDS[name],
             epilog=text,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             usage=f"megatrain {name} [GROUP=CHOICE ...] [SETTING=VALUE ...]",
-            description=summary,
+            description=COMMANDS[name],
         )
         command.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
     data = commands.add_parser(
         "data",
-        help="show what would be trained on: a decoded row, and counts",
+        help=COMMANDS["data"],
         epilog=_DATA_HELP,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         usage="megatrain data [--row N] [GROUP=CHOICE ...] [SETTING=VALUE ...]",
     )
     data.add_argument("--row", type=int, default=0, help="which training row (default: 0)")
     data.add_argument("overrides", nargs="*", help=argparse.SUPPRESS)
-    for name, summary in STAGES.items():
-        commands.add_parser(name, help=summary, add_help=False)
-    doctor = commands.add_parser("doctor", help="check memory, drive, limits and versions")
+    for name in STAGES:
+        commands.add_parser(name, help=COMMANDS[name], add_help=False)
+    doctor = commands.add_parser("doctor", help=COMMANDS["doctor"])
     doctor.add_argument(
         "--dir", type=Path, default=Path(), help="where pages would lie (default: here)"
     )
@@ -158,22 +156,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add_export_parser(commands)
     add_plan_parser(commands)
     add_verify_parser(commands)
-    return parser, list(commands.choices)
-
-
-def _check_command(
-    parser: argparse.ArgumentParser, names: Sequence[str], given: Sequence[str]
-) -> None:
-    """End with a sentence where the first word is not a command."""
-    if not given or given[0] in names or given[0] in ("-h", "--help"):
-        return
-    first = next((word for word in given if word in names), None)
-    if first is not None:
-        rest = [word for word in given if word != first]
-        parser.error(f"the command comes first: megatrain {first} {' '.join(rest)}")
-    meant = nearest(given[0], names)
-    hint = f"did you mean {meant}?" if meant else f"commands are {', '.join(names)}."
-    parser.error(f"{given[0]!r} is no command; {hint}")
+    return parser
 
 
 def _not_taken(command: str, rest: Sequence[str]) -> str:
@@ -187,15 +170,6 @@ def _not_taken(command: str, rest: Sequence[str]) -> str:
     elif command == "plan":
         way_out = "it takes one model; a machine is named by megatrain plan MODEL --machine NAME."
     return f"{command} does not take {' '.join(rest)}; {way_out}"
-
-
-def _complete_line(words: Sequence[str], names: Sequence[str]) -> int:
-    found = completed_command(words, names)
-    if found is None:
-        _run_hydra("", lambda settings: None, words)
-    else:
-        print(found)
-    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

@@ -22,6 +22,7 @@ else:
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "mt_lightning"
+OURS = ("mt_lightning", "mt_lightning_command")
 SOURCES = sorted(PACKAGE.rglob("*.py"))
 MAX_LINES = 400
 VAGUE_NAMES = {"utils", "common", "core", "misc", "helpers", "manager"}
@@ -67,7 +68,7 @@ def test_every_import_is_a_declared_dependency(project: dict[str, Any]) -> None:
     undeclared: dict[str, set[str]] = {}
     for path in SOURCES:
         for module, is_deferred in _imports(ast.parse(path.read_text())):
-            if module in sys.stdlib_module_names or module == "mt_lightning":
+            if module in sys.stdlib_module_names or module in OURS:
                 continue
             distributions = {canonicalize_name(name) for name in providers.get(module, [module])}
             # What an extra brings may be missing: only a function may import it.

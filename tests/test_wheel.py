@@ -67,11 +67,12 @@ def test_it_is_complete(wheel: Path) -> None:
         names = set(archive.namelist())
         info = next(name.split("/")[0] for name in names if name.endswith(".dist-info/METADATA"))
         entry_points = archive.read(f"{info}/entry_points.txt").decode()
-    assert "megatrain = mt_lightning.cli:main" in entry_points
+    assert "megatrain = mt_lightning_command:main" in entry_points
     assert f"{info}/licenses/LICENSE" in names
     assert "mt_lightning/py.typed" in names
     files = [path for path in PACKAGE.rglob("*") if path.is_file()]
     expected = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    expected.add("mt_lightning_command.py")
     expected |= {f"mt_lightning/{path.relative_to(ROOT)}" for path in (ROOT / "conf").rglob("*.*")}
     assert {name for name in names if not name.startswith(info)} == expected
 

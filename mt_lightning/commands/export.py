@@ -25,6 +25,7 @@ from mt_lightning.optim.convert import FORMS, convert_group, convert_state, key_
 from mt_lightning.plugins.checkpoint_io import PagedCheckpointIO
 from mt_lightning.plugins.linked import RUN_STATE
 from mt_lightning.plugins.run_file import RUN_ID
+from mt_lightning_command import COMMANDS
 
 _DESCRIPTION = """\
 Write the weights of a run or a checkpoint as safetensors. OUT is a directory that
@@ -158,7 +159,7 @@ def add_export_parser(commands: Any) -> None:
     """Add `export` to the subparsers of the command line."""
     parser = commands.add_parser(
         "export",
-        help="write a run or checkpoint for from_pretrained, or in another form",
+        help=COMMANDS["export"],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description=_DESCRIPTION,
         epilog=_EXAMPLES,

@@ -23,20 +23,18 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 
 from mt_lightning.commands.words import nearest, sort_words
 from mt_lightning.errors import ConfigError
+from mt_lightning_command import CONFIG_NAME, VERSION_BASE, settings_folders
 
-CONFIG_NAME = "config"
-VERSION_BASE = "1.3"
 _SEARCH_PATH = "hydra.searchpath"
-_PACKAGE = Path(__file__).parent.parent
 
 
 def settings_directory() -> Path:
     """Return `conf/`: inside the package where it was installed, beside it in a clone."""
-    for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf"):
+    for folder in settings_folders():
         if (folder / f"{CONFIG_NAME}.yaml").is_file():
             return folder
     raise ConfigError(
-        f"The settings folder conf/ is neither in {_PACKAGE} nor beside it. "
+        "The settings folder conf/ is neither in the package nor beside it. "
         "Reinstall the package: pip install --force-reinstall mt-lightning."
     )
 

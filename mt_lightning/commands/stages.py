@@ -11,12 +11,7 @@ from lightning.pytorch import LightningDataModule, LightningModule
 
 from mt_lightning.errors import ConfigError
 
-STAGES = {
-    "fit": "train any LightningModule, with settings from YAML files or flags (LightningCLI)",
-    "validate": "run its validation",
-    "test": "run its test",
-    "predict": "run its prediction",
-}
+STAGES = ("fit", "validate", "test", "predict")
 _QUIET = "JSONARGPARSE_DEPRECATION_WARNINGS"
 _STRATEGY = "mt_lightning.MegaTrainStrategy"
 _NAME = "megatrain"

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import mt_lightning as mt
 from mt_lightning import cli
+from mt_lightning_command import COMMANDS
 
 
 @pytest.mark.parametrize(
@@ -69,7 +71,7 @@ def test_bash_gets_the_choices_of_a_group(workplace: Path) -> None:
     bin_folder = workplace / "bin"
     bin_folder.mkdir()
     program = bin_folder / "megatrain"
-    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mt_lightning.cli "$@"\n')
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m mt_lightning_command "$@"\n')
     program.chmod(0o755)
     script = (
         'eval "$(megatrain -sc install=bash)"\n'
@@ -85,5 +87,36 @@ def test_bash_gets_the_choices_of_a_group(workplace: Path) -> None:
 
 
 def test_the_shell_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--shell-completion"]) == 2
+    with pytest.raises(SystemExit) as exit_request:
+        cli.main(["--shell-completion"])
+    assert exit_request.value.code == 2
     assert "install=bash" in capsys.readouterr().err
+
+
+def test_help_version_and_completion_do_not_wait_for_torch() -> None:
+    """One process for all: what one of them imports, the last line finds."""
+    program = """
+import os, sys
+from mt_lightning_command import main
+
+for words in ([], ["--help"], ["--version"], ["trian"], ["-sc"]):
+    try:
+        main(words)
+    except SystemExit:
+        pass
+os.environ["COMP_LINE"] = "megatrain train optimizer="
+assert main(["-sc", "query=bash"]) == 0
+assert not {"torch", "lightning", "mt_lightning"} & set(sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert f"megatrain {mt.__version__}" in done.stdout
+    assert "optimizer=sgd" in done.stdout
+    assert all(f"    {name} " in done.stdout for name in COMMANDS)
+    assert "did you mean train?" in done.stderr
+
+
+def test_the_summaries_are_of_the_commands_there_are() -> None:
+    parser = cli._parser()
+    (commands,) = (action for action in parser._actions if action.dest == "command")
+    assert list(commands.choices or ()) == list(COMMANDS)

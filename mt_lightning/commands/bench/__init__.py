@@ -14,6 +14,7 @@ from mt_lightning.commands.bench.step_command import add_step_parser, run_step
 from mt_lightning.commands.bench.traces import GENERATORS, generate, load
 from mt_lightning.commands.output import add_json, progress, show
 from mt_lightning.errors import ConfigError
+from mt_lightning_command import COMMANDS
 
 _LEAST_PARAMS = 1 << 16
 _LEAST_STEPS = 4
@@ -21,7 +22,7 @@ _LEAST_STEPS = 4
 
 def add_bench_parser(commands: Any) -> None:
     """Add `bench` to the subparsers of the command line."""
-    bench = commands.add_parser("bench", help="measure what this machine does")
+    bench = commands.add_parser("bench", help=COMMANDS["bench"])
     benches = bench.add_subparsers(dest="bench", required=True, metavar="WHAT")
     parser = benches.add_parser("adamw", help="the update of AdamW on every form of state")
     parser.add_argument(

@@ -23,6 +23,7 @@ from mt_lightning.planning.machines import DRIVES, MACHINES
 from mt_lightning.planning.planner import answer
 from mt_lightning.planning.simulation import simulate
 from mt_lightning.planning.training import OPTIMIZERS, PRECISIONS, Training
+from mt_lightning_command import COMMANDS
 
 _EXIT_DOES_NOT_FIT = 1
 _EPILOG = """\
@@ -38,7 +39,7 @@ def add_plan_parser(commands: Any) -> None:
     """Add `plan` to the subparsers of the command line."""
     parser = commands.add_parser(
         "plan",
-        help="will it fit, how fast, how long; needs no weights",
+        help=COMMANDS["plan"],
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

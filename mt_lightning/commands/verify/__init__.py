@@ -15,6 +15,7 @@ from mt_lightning.commands.verify.report import Report
 from mt_lightning.commands.verify.run_directory import Begin, group_runs, is_run, verify_run
 from mt_lightning.commands.verify.saved_files import verify_checkpoint, verify_safetensors
 from mt_lightning.errors import ConfigError, StorageError
+from mt_lightning_command import COMMANDS
 
 _EPILOG = """\
 examples:
@@ -32,7 +33,7 @@ def add_verify_parser(commands: Any) -> None:
     """Add `verify` to the subparsers of the command line."""
     parser = commands.add_parser(
         "verify",
-        help="check that a run, a checkpoint or an export is whole",
+        help=COMMANDS["verify"],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         description="Check that runs, checkpoints and exports are whole. Nothing is changed.",
         epilog=_EPILOG,

@@ -100,8 +100,3 @@ def loading_need(unit: Unit, build: Build) -> int:
     """Bytes that must be in RAM at once while a page is written to as fp32 masters."""
     mine = [build.table[index] for index in unit.pages]
     return max((3 * p.layout.nbytes for p in mine if p.state_layout.has_masters), default=0)
-
-
-def beside_weights(unit: Unit, build: Build, trains: bool) -> int:
-    """Bytes of them beside the weights."""
-    return unit_need(unit, build, trains) - unit_need(unit, build, trains=False)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.device_plan import DevicePlan
 from mt_lightning.engine.durability import wear_rows
 from mt_lightning.engine.needs import (
-    beside_weights,
     file_bytes,
     loading_need,
     longest_range,
@@ -19,6 +19,7 @@ from mt_lightning.engine.needs import (
     spill_bytes,
     unit_need,
 )
+from mt_lightning.engine.weight_reads import weight_reads
 from mt_lightning.engine.worker import MAX_PENDING
 from mt_lightning.errors import BudgetError
 from mt_lightning.pages.sizes import ALIGN_BYTES, BLOCK_BYTES, align_up
@@ -73,6 +74,7 @@ class Plan:
         recompute: True, False or "auto": whether units run again in backward.
         inputs_bytes: Room for the inputs of units in any order; what is above it goes to disk.
         sweep_bytes: What a pass forward and back is expected to read of weights.
+        state_read_bytes: What a step is expected to read of optimizer state.
         through_bytes: Length of each frame that inputs are written through.
         num_through: How many of them.
         order: "usual", "layer-major", or "undecided": the usual order until the first window has
@@ -121,6 +123,7 @@ class Plan:
     recompute: bool | Literal["auto"] = True
     inputs_bytes: int = 0
     sweep_bytes: int = 0
+    state_read_bytes: int = 0
     through_bytes: int = 0
     num_through: int = 0
     order: str = "usual"
@@ -310,18 +313,17 @@ def make_plan(
     num_chunks = sum(page.state_layout.num_kept for page in updated)
     state = sum(page.state_layout.plain_bytes for page in build.table)
     share = _CODED_SHARE if stream else 1.0
-    # A pass finds what the turn before it left in RAM; the rest is read. At a turn, RAM also holds
-    # what the unit there needs beside its weights.
-    turns = [build.units[0], build.units[-1]] if build.units else []
-    left = [spare + need - cached_bytes - beside_weights(unit, build, trains) for unit in turns]
-    absent = sum(max(0, weights - max(0, bytes_left)) for bytes_left in left)
+    room_of_units = ram_limit_bytes - minimum + need - cached_bytes
+    swept = partial(
+        weight_reads, build, room_of_units, spilled, eager=schedule == "eager", trains=trains
+    )
+    state_read = int(share * (sum(p.state_layout.plain_bytes for p in trained) - cached_bytes))
 
     def moved(num_sweeps: int) -> tuple[int, int]:
         """What a step reads and writes that sweeps over the weights so many times and back."""
         # An eager step takes the last micro-batch's gradients without a detour.
         num_spills = num_sweeps - (schedule == "eager")
-        plain_bytes = sum(page.state_layout.plain_bytes for page in trained)
-        read = absent * num_sweeps + int(share * (plain_bytes - cached_bytes))
+        read = swept(num_sweeps=num_sweeps) + state_read
         plain_bytes = sum(page.state_layout.plain_bytes for page in updated)
         written = updated_bytes * (not keeps_weights) + int(share * (plain_bytes - kept_bytes))
         return read + spilled_bytes * num_spills, written + spilled_bytes * num_spills
@@ -359,7 +361,8 @@ def make_plan(
         graph_bytes=graph_bytes,
         recompute=recompute,
         inputs_bytes=max(0, inputs_bytes),
-        sweep_bytes=absent,
+        sweep_bytes=swept(num_sweeps=1),
+        state_read_bytes=state_read,
         through_bytes=_THROUGH_BYTES,
         num_through=num_through,
         order="layer-major" if layer_major else "usual",

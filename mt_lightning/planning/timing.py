@@ -162,11 +162,11 @@ def time_of_step(
     up_s = (weights - staying) / device.up_bytes_per_s
 
     # The plan counts pages; what updates and spills move is what sweeps do not.
-    swept = plan.sweep_bytes / 2
     waits = plan.schedule == "deferred"
     num_spills = num_sweeps - (not waits)
     spills = plan.spilled_bytes * num_spills
-    update_read = max(0.0, read - plan.sweep_bytes * num_sweeps - spills)
+    update_read = plan.state_read_bytes
+    swept = max(0.0, read - update_read - spills) / num_sweeps / 2
     update_written = max(0.0, written - spills)
     spill = plan.spilled_bytes if num_spills else 0
 

@@ -20,6 +20,9 @@ RAW = "raw"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _SIDE = 1536
 """Rows and columns of the matrices: large enough that no more speed is to be had."""
+_SHORT_SIDE = 256
+_LONGEST_S = 2.0
+"""Where one product would take longer it is measured on the short side."""
 _NUM_ROUNDS = 5
 _FRESH_BYTES = 64 << 20
 _GIB = 1 << 30
@@ -66,15 +69,20 @@ def measure_flops(progress: Progress) -> Mapping[str, float]:
     task = progress.add_task("arithmetic", total=len(DTYPES))
     rates = {}
     for name, dtype in DTYPES.items():
-        a, b = (torch.randn(_SIDE, _SIDE).to(dtype) for _ in range(2))
-        out = torch.empty(_SIDE, _SIDE, dtype=dtype)
-
-        def product(a: torch.Tensor = a, b: torch.Tensor = b, out: torch.Tensor = out) -> None:
-            torch.mm(a, b, out=out)
-
-        rates[name] = 2 * _SIDE**3 / median_s(product)
+        side = _SHORT_SIDE
+        seconds = _product_s(side, dtype, num_rounds=1)
+        # Some processors have no arithmetic of a dtype, and take a minute for one large product.
+        if seconds * (_SIDE / side) ** 3 < _LONGEST_S:
+            side = _SIDE
+        rates[name] = 2 * side**3 / _product_s(side, dtype)
         progress.advance(task)
     return rates
+
+
+def _product_s(side: int, dtype: torch.dtype, num_rounds: int = _NUM_ROUNDS) -> float:
+    a, b = (torch.randn(side, side).to(dtype) for _ in range(2))
+    out = torch.empty(side, side, dtype=dtype)
+    return median_s(lambda: torch.mm(a, b, out=out), num_rounds)
 
 
 def measure_fresh() -> float:
@@ -97,11 +105,11 @@ def measure_fresh() -> float:
     return _FRESH_BYTES / max(statistics.median(fresh), 1e-9)
 
 
-def median_s(run: Callable[[], object]) -> float:
+def median_s(run: Callable[[], object], num_rounds: int = _NUM_ROUNDS) -> float:
     """Return the seconds that a call takes."""
     run()
     times = []
-    for _ in range(_NUM_ROUNDS):
+    for _ in range(num_rounds):
         start = time.perf_counter()
         run()
         times.append(time.perf_counter() - start)

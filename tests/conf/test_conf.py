@@ -14,9 +14,9 @@ from hydra.errors import HydraException
 from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
+import mt_lightning_command
 from mt_lightning import MegaTrainStrategy
 from mt_lightning.callbacks import PagingMonitor
-from mt_lightning.commands import settings as settings_module
 from mt_lightning.commands.settings import complete_arguments, settings_directory
 from mt_lightning.commands.train import build_trainer
 from mt_lightning.errors import ConfigError
@@ -241,7 +241,8 @@ def test_settings_are_found_in_a_clone_and_in_a_wheel(
 ) -> None:
     package = tmp_path / "site-packages" / "mt_lightning"
     package.mkdir(parents=True)
-    monkeypatch.setattr(settings_module, "_PACKAGE", package)
+    beside = str(package.parent / "mt_lightning_command.py")
+    monkeypatch.setattr(mt_lightning_command, "__file__", beside)
     with pytest.raises(ConfigError, match="Reinstall the package"):
         settings_directory()
     shutil.copytree(CONF, package.parent / "conf")

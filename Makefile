@@ -22,17 +22,17 @@ demo: install  ## fine-tune SmolLM2-135M on Shakespeare; ARGS="..." are override
 	@OMP_WAIT_POLICY=passive $(BIN)/megatrain demo $(ARGS)
 
 test: lint  ## everything that must hold before a commit
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 4 --dist worksteal $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 
 test-slow: lint  ## the same, with the long tests
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest --slow $(PYTEST_ARGS)
 
 # Old releases beside new ones warn of each other: there, a warning is no error.
 test-lowest: $(LOWEST)/.installed  ## the tests, with the lowest releases that pyproject.toml allows
-	@OMP_WAIT_POLICY=passive $(LOWEST)/bin/python -m pytest -W default -p no:anyio -n 4 --dist worksteal $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(LOWEST)/bin/python -m pytest -W default -p no:anyio -n 3 --dist worksteal $(PYTEST_ARGS)
 
 test-newest: $(NEWEST)/.installed  ## the tests, with the newest releases that pip finds
-	@OMP_WAIT_POLICY=passive $(NEWEST)/bin/python -m pytest -W default -p no:anyio -n 4 --dist worksteal $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(NEWEST)/bin/python -m pytest -W default -p no:anyio -n 3 --dist worksteal $(PYTEST_ARGS)
 
 lint: install-dev  ## ruff, pyright, import-linter
 	@$(BIN)/ruff check .

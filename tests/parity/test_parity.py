@@ -10,7 +10,7 @@ import pytest
 from .flows import RoundingError
 from .outcome import assert_equal
 from .recipe import Recipe
-from .rows import Row, covering_rows, product_rows
+from .rows import Row, covering_rows, product_rows, wide_rows
 from .runs import paged_outcome, plain_outcome, refused_gb, smallest_gb
 
 COVER = covering_rows()
@@ -35,10 +35,16 @@ def test_pairwise_cover(row: Row, tmp_path: Path) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # Thousands of rows, which take seconds to list.
-    if metafunc.function is test_full_product:
+    more = {test_wide_cover: wide_rows, test_full_product: product_rows}.get(metafunc.function)
+    if more is not None:
         is_asked_for = metafunc.config.getoption("--slow")
-        rows = [row for row in product_rows() if row not in set(COVER)] if is_asked_for else []
+        rows = [row for row in more() if row not in set(COVER)] if is_asked_for else []
         metafunc.parametrize("row", rows, ids=lambda row: row.name)
+
+
+@pytest.mark.slow
+def test_wide_cover(row: Row, tmp_path: Path) -> None:
+    check(row, tmp_path)
 
 
 @pytest.mark.slow

@@ -70,6 +70,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         nonfinite: What a NaN or inf gradient does: "propagate" (plain Lightning), "skip", "raise".
         gradient_dtype: "bf16" rounds fp32 gradients to bfloat16 as they arrive; "fp32" does not.
         units: Class names of modules that run as one piece; None: found by rule.
+        resident: Names of modules whose weights stay in memory, for code that reads them itself.
         disk_full_timeout_s: Seconds that a run waits for space on a full disk; 0 fails at once.
         direct_storage: Read pages by kvikio; "auto": where it is and the run is on a CUDA device.
         accelerator: Given by Lightning.
@@ -100,6 +101,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         nonfinite: Nonfinite = "propagate",
         gradient_dtype: Literal["fp32", "bf16"] = "fp32",
         units: str | Sequence[str] | None = None,
+        resident: str | Sequence[str] | None = None,
         disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
         direct_storage: bool | Literal["auto"] = False,
         accelerator: Accelerator | None = None,
@@ -131,6 +133,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
             nonfinite=nonfinite,
             gradient_dtype=gradient_dtype,
             units=units,
+            resident=resident,
             disk_full_timeout_s=disk_full_timeout_s,
             direct_storage=direct_storage,
         )
@@ -205,8 +208,8 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         """Bring the model into pages; called by Lightning after `configure_model`."""
-        assert self.accelerator is not None
         model = self.lightning_module
+        assert self.accelerator is not None
         assert model is not None
         self.accelerator.setup(trainer)
         refuse(trainer, self.checkpoint_io, self._engine)
@@ -253,16 +256,14 @@ class MegaTrainStrategy(SingleDeviceStrategy):
         if self._engine is not None and self._engine.root is model:
             return self._engine
         self._close()
-        directories = self.options.directories
-        own = directories is None
-        if directories is None:
-            directories = [fresh_directory(trainer.default_root_dir)]
+        given = self.options.directories
+        directories = [fresh_directory(trainer.default_root_dir)] if given is None else given
         machine = open_machine(
             directories, self.options.on_existing, device=self.root_device, **self._seams
         )
         masters = self.precision_plugin.keeps_masters
         engine = Engine(model, machine, self.options, masters=masters, **self._sizes)
-        self._closing = weakref.finalize(engine, machine.close, remove=own)
+        self._closing = weakref.finalize(engine, machine.close, remove=given is None)
         self._engine = engine
         return engine
 
@@ -323,8 +324,7 @@ class MegaTrainStrategy(SingleDeviceStrategy):
     @override
     def pre_backward(self, closure_loss: torch.Tensor) -> None:
         """Look at the first loss: NaN may mean that weights were read outside their unit."""
-        assert self._engine is not None
-        live = self._engine.live
+        live = self._engine.live  # type: ignore[union-attr]
         live.check_loss(closure_loss)
         if self._arming:
             value = self.lightning_module.trainer.gradient_clip_val  # type: ignore[union-attr]

@@ -78,8 +78,7 @@ def choose(settings: DictConfig, given: Collection[str] = ()) -> list[Choice]:
     """
     training = _training_of(settings)
     name = str(settings.model.get("model", "model"))
-    units = training.options.units
-    model = Model.of(name, root_of(settings, name), None if units is None else tuple(units))
+    model = Model.of(name, root_of(settings, name), training.options)
     free_bytes = max(1, int(ram_limit_bytes(None) / RAM_SHARE))  # 0 would be no machine
     machine, measured = _machine(training.options, free_bytes)
     worker = worker_for(model, on_host=True)

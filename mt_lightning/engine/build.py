@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,7 @@ from torch import nn
 
 from mt_lightning.engine.compiled import refuse_compiled
 from mt_lightning.engine.state_plan import StatePlanner
-from mt_lightning.engine.units import Unit
+from mt_lightning.engine.units import Unit, resident_modules
 from mt_lightning.errors import ConfigError
 from mt_lightning.optim.codec import StateCodec
 from mt_lightning.optim.support import check_supported
@@ -94,6 +94,7 @@ def build_pages(
     has_rest: Callable[[nn.Parameter], bool] | None = None,
     *,
     rounds: bool = False,
+    resident: Sequence[str] | None = None,
 ) -> Build:
     """Lay out every parameter of `root`.
 
@@ -107,6 +108,7 @@ def build_pages(
         has_rest: Tells of a parameter that no optimizer trains whether its values have more than
             bfloat16 holds; None where weights are not halves of fp32 masters.
         rounds: Whether fp32 gradients wait as bfloat16.
+        resident: Names of modules whose parameters no unit holds.
 
     Raises:
         ConfigError: Code was compiled across units, or a parameter cannot be laid out.
@@ -114,7 +116,7 @@ def build_pages(
     refuse_compiled(root, units)
     masters = has_rest is not None
     owner = _optimizer_of(root, optimizers)
-    holders = _unit_sets(root, units)
+    holders = _unit_sets(root, units, resident_modules(root, resident))
     sorted_params: dict[tuple[tuple[int, ...], int | None], list[_Named]] = {}
     for name, param in root.named_parameters():
         place = owner.get(id(param), _Place())
@@ -124,7 +126,7 @@ def build_pages(
             named.packing = codecs[place.optimizer].packing(group, param.shape, named.stride)
         sorted_params.setdefault((holders[id(param)], place.optimizer), []).append(named)
 
-    layouts, members, resident = [], [], []
+    layouts, members, unheld = [], [], []
     for unit in units:
         unit.pages.clear()
     for (holding, optimizer), named in sorted_params.items():
@@ -156,7 +158,7 @@ def build_pages(
         for u in holding:
             units[u].pages.append(index)
         if not holding:
-            resident.append(index)
+            unheld.append(index)
     planner = StatePlanner(optimizers, codecs, slice_bytes, masters=masters)
     pages = []
     for layout, mine in zip(layouts, members, strict=True):
@@ -168,7 +170,7 @@ def build_pages(
         state = planner.lay_out(layout, mine.params, mine.groups, mine.packings, keeps)
         pages.append(new_page(layout, state))
     formats = [page.state_layout.formats for page in pages]
-    return Build(units, PageTable(pages, fingerprint(layouts, formats)), members, resident, codecs)
+    return Build(units, PageTable(pages, fingerprint(layouts, formats)), members, unheld, codecs)
 
 
 def _optimizer_of(root: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[int, _Place]:
@@ -195,8 +197,10 @@ def _optimizer_of(root: nn.Module, optimizers: list[torch.optim.Optimizer]) -> d
     return owner
 
 
-def _unit_sets(root: nn.Module, units: list[Unit]) -> dict[int, tuple[int, ...]]:
-    """Map each parameter to the units that hold it; to none when a module outside does too."""
+def _unit_sets(
+    root: nn.Module, units: list[Unit], resident: set[int]
+) -> dict[int, tuple[int, ...]]:
+    """Map each parameter to the units that hold it; to none when another module does too."""
     inside: set[int] = set()
     holders: dict[int, list[int]] = {}
     for unit in units:
@@ -204,7 +208,7 @@ def _unit_sets(root: nn.Module, units: list[Unit]) -> dict[int, tuple[int, ...]]
         for param in unit.module.parameters():
             holders.setdefault(id(param), []).append(unit.index)
     for module in root.modules():
-        if id(module) not in inside:
+        if id(module) not in inside or id(module) in resident:
             for param in module.parameters(recurse=False):
                 holders[id(param)] = []
     return {key: tuple(value) for key, value in holders.items()}

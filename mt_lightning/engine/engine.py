@@ -212,7 +212,7 @@ class Engine:
         if old is not None and not optimizers:
             build = old
         else:
-            units = find_units(self.root, self.options.units)
+            units = find_units(self.root, self.options.units, self.options.resident)
             build = build_pages(
                 self.root,
                 units,
@@ -222,6 +222,7 @@ class Engine:
                 codecs,
                 (lambda p: p.dtype == torch.float32 or id(p) in rests) if self.masters else None,
                 rounds=self.options.gradient_dtype == "bf16",
+                resident=self.options.resident,
             )
         plan = choose_plan(
             build,

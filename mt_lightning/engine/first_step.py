@@ -56,6 +56,18 @@ def report_first_step(run: Runtime, *, drained: bool) -> None:
         )
 
 
+def keeping(names: set[str]) -> str:
+    """Return the setting that lets weights stay in memory for code that reads them itself.
+
+    Args:
+        names: The weights, as far as they are known.
+    """
+    modules = sorted({name.rpartition(".")[0] for name in names} - {""})
+    if 0 < len(modules) <= 3:
+        return f"resident={modules}"
+    return "resident=[...] with their modules' names (such as 'lm_head', for a loss of its own)"
+
+
 def listed(names: set[str], most: int = 12) -> str:
     """Return names as text, the first of them where they are many."""
     shown = ", ".join(sorted(names)[:most])

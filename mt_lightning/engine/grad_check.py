@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from mt_lightning.engine.first_step import keeping
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.errors import StepError
 from mt_lightning.pages.table import Page
@@ -24,8 +25,7 @@ def check_grad(run: Runtime, page: Page, param: int, grad: torch.Tensor) -> None
         raise StepError(
             f"{name} got a gradient, but no unit that holds it ran: its weights were read outside "
             f"their module's forward ({', '.join(page.layout.units)}), where they are not in "
-            "memory. Nothing was changed. Name the class of the module that reads them in "
-            "units=[...]."
+            f"memory. Nothing was changed. Let them stay there: {keeping({name})}."
         )
     if grad.is_sparse:
         raise StepError(f"{name} got a sparse gradient; set sparse=False on its module.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from mt_lightning.engine.first_step import listed
+from mt_lightning.engine.first_step import keeping, listed
 from mt_lightning.engine.runtime import Runtime
 from mt_lightning.errors import StepError
 
@@ -31,16 +31,16 @@ def check_loss(run: Runtime, loss: torch.Tensor, *, stepped: bool) -> None:
         raise StepError(
             "read outside the forward of their modules, where weights are not in memory (a penalty "
             f"over all parameters, or a functional call, does that): {listed(outside)}. Nothing "
-            "was changed. Use the optimizer's weight_decay for a penalty, or name the class of the "
-            "module that reads the weights in units=[...]."
+            "was changed. Use the optimizer's weight_decay for a penalty, or name the modules that "
+            f"the weights belong to: {keeping(outside)}."
         )
     if finite or stepped:
         return
     unused = [page for page in run.build.table if page.index not in run.binder.used]
     if unused:
-        names = ", ".join(spec.name for page in unused for spec in page.layout.params)
+        names = {spec.name for page in unused for spec in page.layout.params}
         raise StepError(
             "the first loss is not finite and the units of these parameters never ran: "
-            f"{names}. If code reads them outside their module's forward, name the class of the "
-            "module that does in units=[...]."
+            f"{listed(names)}. If code reads them outside their module's forward, let them stay "
+            f"in memory: {keeping(names)}."
         )

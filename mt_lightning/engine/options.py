@@ -65,6 +65,10 @@ class Options:
     units: str | Sequence[str] | None = None
     """Class names that form a unit; None: found by rule."""
 
+    resident: str | Sequence[str] | None = None
+    """Names of modules, or the ends of names, whose weights stay in memory for the whole run: what
+    code reads outside of their forward. None: no module."""
+
     disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S
     """How long a run waits for space when its disk is full, in seconds; 0 fails at once."""
 
@@ -99,9 +103,10 @@ class Options:
             _names(
                 "offload_dir", self.offload_dir, (str, os.PathLike), "a directory, a list of them"
             )
-        if self.units is not None:
-            names = _names("units", self.units, (str,), "a class name in quotes, a list of them")
-            object.__setattr__(self, "units", names)
+        for name, what in (("units", "a class name"), ("resident", "the name of a module")):
+            if (value := getattr(self, name)) is not None:
+                names = _names(name, value, (str,), f"{what} in quotes, a list of them")
+                object.__setattr__(self, name, names)
 
     @property
     def storage(self) -> dict[str, Any]:

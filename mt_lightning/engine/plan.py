@@ -255,10 +255,10 @@ def make_plan(
     num_through = _NUM_THROUGH * trains
     fixed += num_through * _THROUGH_BYTES + copies_bytes
     fixed += files if in_memory else 0
-    fixed += sum(page.layout.nbytes for page in resident)
+    outside = sum(page.layout.nbytes for page in resident)
     cached = []
     if trains:
-        fixed += sum(2 * page.layout.grad_bytes for page in resident)
+        outside += sum(2 * page.layout.grad_bytes for page in resident)
         chunks = [
             (page.index, chunk)
             for page in resident
@@ -266,7 +266,8 @@ def make_plan(
             for chunk in page.state_layout.chunks
         ]
         cached = [(index, chunk.index) for index, chunk in chunks if chunk.nbytes]
-        fixed += sum(align_up(chunk.nbytes) for _, chunk in chunks)
+        outside += sum(align_up(chunk.nbytes) for _, chunk in chunks)
+    fixed += outside
     if layer_major:
         # Each micro-batch's gradient of a parameter lies beside the sum of those before it.
         fixed += max((s.nbytes for page in trained for s in page.layout.params), default=0)
@@ -277,7 +278,7 @@ def make_plan(
     need, largest = max(needs, default=(0, "parameters outside units"))
     minimum = fixed + need
     if ram_limit_bytes < minimum:
-        raise _too_small(ram_limit_bytes, minimum, largest)
+        raise _too_small(ram_limit_bytes, minimum, largest, outside)
 
     spare = ram_limit_bytes - minimum
     spilled: set[int] = set()
@@ -378,15 +379,14 @@ def make_plan(
     )
 
 
-def _too_small(limit: int, minimum: int, unit: str) -> BudgetError:
+def _too_small(limit: int, minimum: int, unit: str, outside: int) -> BudgetError:
     smallest_gb = math.ceil(minimum / GIB * 1e6) / 1e6
+    stays = f" Of it {outside / 2**20:.1f} MiB are for weights that stay in memory (resident)."
     error = BudgetError(
         f"max_ram_gb={limit / GIB:.6g} is too small: unit {unit} needs {minimum / 2**20:.1f} "
-        f"MiB at "
-        f"once (weights, gradients, and the frames that optimizer state streams through). The "
-        f"smallest "
-        f"that works is max_ram_gb={smallest_gb:.6f}. Raise it, or name smaller units with "
-        f"units=[...]."
+        f"MiB at once (weights, gradients, and the frames that optimizer state streams through)."
+        f"{stays if outside >= 1 << 20 else ''} The smallest that works is "
+        f"max_ram_gb={smallest_gb:.6f}. Raise it, or name smaller units with units=[...]."
     )
     error.smallest_gb = smallest_gb
     return error

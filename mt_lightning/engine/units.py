@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -32,27 +33,53 @@ class Unit:
     pages: list[int] = field(default_factory=list)
 
 
-def find_units(root: nn.Module, class_names: Sequence[str] | None = None) -> list[Unit]:
+def find_units(
+    root: nn.Module,
+    class_names: Sequence[str] | None = None,
+    resident: Sequence[str] | None = None,
+) -> list[Unit]:
     """Return the units of `root` in the order of the model.
 
     Layers are, in this order of preference: modules whose class (or a base class) bears one of
     `class_names`; transformers' `GradientCheckpointingLayer`; the items of the outermost
     `ModuleList` or `Sequential`. Beside the layers, every topmost module that holds parameters
-    itself is a unit. What no unit holds (parameters of a module that contains layers, tiny modules)
-    stays in RAM.
+    itself is a unit. What no unit holds (parameters of a module that contains layers, tiny modules,
+    the modules whose names end in one of `resident`) stays in RAM.
 
     Raises:
-        ConfigError: A class name matches no module.
+        ConfigError: A name matches no module.
     """
-    layers = _layers(root, class_names)
+    stays = resident_modules(root, resident)
+    layers = [layer for layer in _layers(root, class_names) if id(layer[1]) not in stays]
     chosen: dict[int, str] = {id(module): name for name, module in layers}
-    _rest("", root, chosen, {id(root)})
+    _rest("", root, chosen, {id(root), *stays})
     return [
         Unit(index, name, module)
         for index, (name, module) in enumerate(
             (name, module) for name, module in root.named_modules() if id(module) in chosen
         )
     ]
+
+
+def resident_modules(root: nn.Module, names: Sequence[str] | None) -> set[int]:
+    """Return the modules whose names end in one of `names`, and all that they hold, by `id`.
+
+    Raises:
+        ConfigError: A name matches no module.
+    """
+    found: set[int] = set()
+    for wanted in names or ():
+        modules = [m for path, m in root.named_modules() if f".{path}".endswith(f".{wanted}")]
+        if not any(True for module in modules for _ in module.parameters()):
+            owners = [name.rpartition(".")[0] for name, _ in root.named_parameters()]
+            near = get_close_matches(wanted, owners, 3, cutoff=0.5) or owners[-1:]
+            raise ConfigError(
+                f"resident={list(names or ())}: no module of {type(root).__name__} with parameters "
+                f"is called {wanted}. Give names of named_modules(), or their ends, such as "
+                f"{', '.join(near)}."
+            )
+        found.update(id(inner) for module in modules for inner in module.modules())
+    return found
 
 
 def _layers(root: nn.Module, class_names: Sequence[str] | None) -> list[tuple[str, nn.Module]]:

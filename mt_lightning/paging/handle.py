@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from typing_extensions import Self
 
 from mt_lightning.engine.engine import Engine
-from mt_lightning.engine.first_step import listed
+from mt_lightning.engine.first_step import keeping, listed
 from mt_lightning.engine.held import nonfinite_names
 from mt_lightning.engine.lazy_state import LazyState
 from mt_lightning.engine.plan import Plan
@@ -216,14 +216,17 @@ class Paged:
                 "be applied instead. Nothing was changed. Let backward() make gradients."
             )
         if self._raises and (names := self._nonfinite_names(optimizer)):
+            run = self._engine.live.run
+            idle = [page for page in run.build.table if page.index not in run.binder.used]
+            never = {spec.name for page in idle for spec in page.layout.params}
             self._engine.live.zero_grad(optimizer)
             raise StepError(
                 f"step {self.num_steps + 1}: gradients are NaN or infinite, and nonfinite='raise': "
                 f"{listed(names)}. No parameter was changed. If the loop has no NaN without "
                 "mt.page, it reads weights outside the forward of their modules (a penalty over "
-                "all parameters does), where they are not in memory: use weight_decay, or name the "
-                "class of the module that reads them in units=[...]. Else lower the learning rate, "
-                "clip, or set nonfinite='skip' or 'propagate'."
+                "all parameters does), where they are not in memory: use weight_decay, or let "
+                f"them stay there: {keeping(never)}. Else lower the learning rate, clip, or set "
+                "nonfinite='skip' or 'propagate'."
             )
 
     def tell_unclosed(self) -> None:

@@ -45,6 +45,7 @@ def page(
     nonfinite: Nonfinite = "raise",
     gradient_dtype: Literal["fp32", "bf16"] = "fp32",
     units: str | Sequence[str] | None = None,
+    resident: str | Sequence[str] | None = None,
     disk_full_timeout_s: float = DISK_FULL_TIMEOUT_S,
     direct_storage: bool | Literal["auto"] = False,
     _link: Link | None = None,
@@ -78,6 +79,8 @@ def page(
             cannot tell a NaN of the training from one that was read off a page that is away.
         gradient_dtype: What gradients are when they wait; see `MegaTrainStrategy`.
         units: Class names of modules that run as one piece; None: found by rule.
+        resident: Names of modules whose weights stay in memory, such as "lm_head" for a loss that
+            multiplies with its weight itself.
         disk_full_timeout_s: How long a run waits for space on a full disk; 0 fails at once.
         direct_storage: Read pages by kvikio; see `MegaTrainStrategy`.
 
@@ -102,6 +105,7 @@ def page(
         nonfinite=nonfinite,
         gradient_dtype=gradient_dtype,
         units=units,
+        resident=resident,
         disk_full_timeout_s=disk_full_timeout_s,
         direct_storage=direct_storage,
     )

@@ -13,6 +13,7 @@ from mt_lightning.engine.build import Build, build_pages
 from mt_lightning.engine.graphs.choice import Choice
 from mt_lightning.engine.importing import file_sizes
 from mt_lightning.engine.memory import RAM_SHARE
+from mt_lightning.engine.options import Options
 from mt_lightning.engine.plan import Plan
 from mt_lightning.engine.plan_choice import choose_plan
 from mt_lightning.engine.units import Unit, find_units
@@ -47,9 +48,10 @@ class Model:
     units: list[Unit]
 
     @classmethod
-    def of(cls, name: str, root: nn.Module, unit_names: tuple[str, ...] | None = None) -> Model:
-        """Find the units of a module."""
-        return cls(name, root, find_units(root, unit_names))
+    def of(cls, name: str, root: nn.Module, options: Options | None = None) -> Model:
+        """Find the units of a module, as these options of a run name them."""
+        chosen = options or Options()
+        return cls(name, root, find_units(root, chosen.units, chosen.resident))
 
     @property
     def num_params(self) -> int:
@@ -115,7 +117,15 @@ def lay_out(model: Model, training: Training) -> Build:
     has_rest = (lambda param: True) if training.keeps_masters else None
     rounds = training.options.gradient_dtype == "bf16"
     return build_pages(
-        model.root, model.units, [optimizer], {}, BLOCK_BYTES, [codec], has_rest, rounds=rounds
+        model.root,
+        model.units,
+        [optimizer],
+        {},
+        BLOCK_BYTES,
+        [codec],
+        has_rest,
+        rounds=rounds,
+        resident=training.options.resident,
     )
 
 

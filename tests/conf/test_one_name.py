@@ -31,6 +31,7 @@ OTHER: dict[str, Any] = {
     "nonfinite": "skip",
     "gradient_dtype": "bf16",
     "units": ["Block"],
+    "resident": ["lm_head"],
     "disk_full_timeout_s": 5.0,
     "direct_storage": "auto",
 }

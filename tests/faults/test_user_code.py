@@ -100,7 +100,26 @@ def test_weight_read_outside_its_unit(
 ) -> None:
     message = stopped(kind(), tmp_path, completed, **settings)
     assert name in message
-    assert "units=[" in message
+    assert "resident=[" in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "resident", "settings"),
+    [
+        (Functional, "layers.0", {}),
+        (FunctionalToo, "layers.1.linear", {"gradient_clip_val": 0.1}),
+        (FunctionalToo, "linear", {"precision": "bf16-mixed"}),
+        (Penalty, ["layers"], {}),
+    ],
+)
+def test_weight_that_stays_in_memory_may_be_read_outside_its_unit(
+    tmp_path: Path, kind: type[Net], resident: Any, settings: Any
+) -> None:
+    plain, module = kind(), kind()
+    fit(plain, tmp_path, **settings)
+    strategy = mt.MegaTrainStrategy(tmp_path / "pages", resident=resident)
+    fit(module, tmp_path, strategy, **settings)
+    assert_same(parameters_of(module), parameters_of(plain))
 
 
 class Clamped(Net):

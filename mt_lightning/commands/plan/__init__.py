@@ -103,6 +103,7 @@ def _add_training(group: Any) -> None:
     group.add_argument("--recompute", default="auto", help="auto, true, false")
     group.add_argument("--durability", default="auto", help="auto, step, checkpoint")
     group.add_argument("--units", nargs="+", help="class names of modules that run as one piece")
+    group.add_argument("--resident", nargs="+", help="names of modules that stay in RAM")
 
 
 def run_plan(options: argparse.Namespace) -> int:
@@ -119,7 +120,7 @@ def run_plan(options: argparse.Namespace) -> int:
         tokens=options.tokens, per_hour=options.price_per_hour, per_kwh=options.price_per_kwh
     )
     machine = find(options)
-    model = find_model(options.model, None if options.units is None else tuple(options.units))
+    model = find_model(options.model, training.options)
     worker = worker_for(model, on_host=machine.on_host, times=options.time_units)
     found = answer(model, training, machine, worker)
     best = costs = None
@@ -171,6 +172,7 @@ def _training(options: argparse.Namespace) -> Training:
             recompute=_word(options.recompute),
             durability=options.durability,
             units=options.units,
+            resident=options.resident,
         ),
     )
 

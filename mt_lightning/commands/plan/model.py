@@ -18,6 +18,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, masking_
 
 from mt_lightning.commands.plan.sizes import SHAPES, size_config
 from mt_lightning.commands.settings import CONFIG_NAME, VERSION_BASE, settings_directory
+from mt_lightning.engine.options import Options
 from mt_lightning.errors import ConfigError, MegaTrainError
 from mt_lightning.huggingface.skeleton import build_skeleton
 from mt_lightning.planning.planner import Worker
@@ -29,13 +30,13 @@ from mt_lightning.planning.work import ModelWork, count_work, estimate_work
 _MOST_LAYERS = 4096
 
 
-def find_model(name: str, units: tuple[str, ...] | None = None) -> Model:
+def find_model(name: str, options: Options | None = None) -> Model:
     """Build a model without weights.
 
     Args:
         name: A size ("100B"), a folder or file of a Hugging Face config, the name of a model in the
             cache of the Hugging Face hub, or one of the models of `conf/model`.
-        units: Class names of modules that run as one piece; None: found by rule.
+        options: What of a run's options says what the units are; None: the defaults.
 
     Raises:
         ConfigError: There is no such model, or it cannot be built.
@@ -44,7 +45,7 @@ def find_model(name: str, units: tuple[str, ...] | None = None) -> Model:
     if config is None:
         config = _hub_config(name) if Path(name).exists() or "/" in name else None
     root = _hydra_model(name) if config is None else _from_config(config)
-    return Model.of(name, root, units)
+    return Model.of(name, root, options)
 
 
 def worker_for(model: Model, *, on_host: bool = False, times: bool = False) -> Worker:

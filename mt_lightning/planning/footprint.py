@@ -59,7 +59,10 @@ def footprint(found: Answer) -> list[Item]:
     )
     unit_grads = min(unit_grads, at_work)
     streams = ram.pop("frames that state streams through", 0)
-    activations = device.pop("activations of a unit", 0) + device.pop("what units save", 0)
+    activations = sum(
+        device.pop(item, 0)
+        for item in ("activations of a unit", "what units save", "inputs of units")
+    )
     items = [
         Item(
             "weights",

@@ -26,8 +26,8 @@ from mt_lightning.pager.stats import Stats
 from mt_lightning.pages.sizes import BLOCK_BYTES
 from mt_lightning.planning.on_device import stays_there
 from mt_lightning.planning.planner import Answer
-from mt_lightning.planning.tiers import lay_out, runs_layer_major
-from mt_lightning.planning.timing import COMPUTE, cached_on_device
+from mt_lightning.planning.tiers import lay_out
+from mt_lightning.planning.timing import COMPUTE
 from mt_lightning.planning.virtual import (
     DOWN,
     READ,
@@ -161,12 +161,10 @@ class _Run:
         self.down = VirtualLink(self.clock, DOWN, device.down_bytes_per_s)
         self.uploads: dict[int, VirtualTicket] = {}
         kept = self.plan.weight_bytes * stays_there(self.plan)
-        self.staying = self._staying(kept or cached_on_device(found.tiers))
+        self.staying = self._staying(kept or found.tiers.staying_bytes)
         self.there = stays_there(self.plan)
         self.on_device: set[int] = set()
-        micros = self.training.accumulate_grad_batches
-        self.times = micros if runs_layer_major(self.plan) else 1
-        self.sweeps = micros // self.times
+        self.groups = found.tiers.inputs.of_step(self.training.accumulate_grad_batches)
         self.updates = VirtualUpdates(
             self.clock, self.io, self.worker, self.pool, self.plan, self.training, self.machine,
             overlaps=overlaps,
@@ -178,7 +176,7 @@ class _Run:
         """Whether a step's commit waits for the next backward."""
         self.units = VirtualUnits(
             self.clock, self.io, self.pool, self.plan, self.build, self.work, self.training,
-            self.machine, times=self.times, kept=found.tiers.kept_graphs, up=self.up,
+            self.machine, inputs=found.tiers.inputs, kept=found.tiers.kept_graphs, up=self.up,
             down=self.down,
         )  # fmt: skip
         self._fixed()
@@ -248,8 +246,8 @@ class _Run:
     def step(self) -> None:
         """Play one step."""
         waits = self.plan.schedule == "deferred"
-        for sweep in range(self.sweeps):
-            last = sweep == self.sweeps - 1
+        for sweep, times in enumerate(self.groups):
+            self.units.times, last = times, sweep == len(self.groups) - 1
             self._forward()
             self._backward(eager=last and not waits)
         if waits:

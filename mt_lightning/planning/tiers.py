@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +20,7 @@ from mt_lightning.engine.units import Unit, find_units
 from mt_lightning.errors import BudgetError
 from mt_lightning.optim.codec import codec_for
 from mt_lightning.pages.sizes import BLOCK_BYTES
+from mt_lightning.planning.inputs import Inputs, inputs_of
 from mt_lightning.planning.machines import GIB, Machine
 from mt_lightning.planning.on_device import DEVICE_SHARE, PlannedLink, stays_there
 from mt_lightning.planning.training import Training
@@ -75,6 +76,8 @@ class Tiers:
         disk_limit_bytes: Room on them.
         graph_bytes: Room for what units save for backward.
         kept_graphs: Numbers of the units that need not run again in backward.
+        staying_bytes: Weights that find room on the device from one sweep to the next.
+        inputs: What units receive, and of how many batches at once.
     """
 
     device: dict[str, int]
@@ -86,7 +89,9 @@ class Tiers:
     disk: dict[str, int]
     disk_limit_bytes: int
     graph_bytes: int
-    kept_graphs: frozenset[int] = field(default=frozenset())
+    kept_graphs: frozenset[int]
+    staying_bytes: int
+    inputs: Inputs
 
     @property
     def ram_peak_bytes(self) -> int:
@@ -180,29 +185,32 @@ def tiers_of(
     """
     units = work.units if work is not None else ()
     live = max((w.live_bytes for w in units), default=0)
-    micros = training.accumulate_grad_batches if runs_layer_major(plan) else 1
-    inputs = micros * sum(w.input_bytes for w in units)
-    device = {} if machine.on_host else _device(build, plan, live, inputs)
+    micros = training.accumulate_grad_batches
+    disk_limit = sum(max(0, d.size_bytes - _DISK_MARGIN_BYTES) for d in machine.drives)
+    inputs = inputs_of(build, plan, units, micros, disk_limit - plan.disk_bytes)
+    on_device = plan.on_device is not None
+    device = {} if machine.on_host else _device(build, plan, live)
+    if on_device and inputs.near_bytes:
+        device["inputs of units"] = inputs.near_bytes
     device_limit = 0 if machine.on_host else int(DEVICE_SHARE * (machine.device.memory_bytes or 0))
-    graph_bytes = plan.graph_bytes
-    if not machine.on_host:
-        graph_bytes = max(0, device_limit - sum(device.values()))
-    kept = _kept(plan, work, graph_bytes, micros)
-    saved = sum(units[index].saved_bytes for index in kept) if units else 0
+    left = device_limit - sum(device.values())
+    graph_bytes = plan.graph_bytes if machine.on_host else _graph_bytes(plan, inputs, left)
+    kept = _kept(plan, work, graph_bytes, inputs.group)
+    saved = inputs.group * sum(units[index].saved_bytes for index in kept) if units else 0
     if not machine.on_host and saved:
         device["what units save"] = saved
     holds_grads = plan.schedule == "deferred" or training.accumulate_grad_batches > 1
     holds_grads &= not stays_there(plan)
     held = [
         (
-            micros * w.input_bytes * (not stays_there(plan)),
-            micros * w.saved_bytes * (machine.on_host and index in kept),
+            inputs.sizes[index] * (not on_device or index in inputs.away),
+            inputs.group * w.saved_bytes * (machine.on_host and index in kept),
         )
         for index, w in enumerate(units)
     ]
     ram = ram_items(build, plan, held, holds_grads)
     files = sum(file_sizes(build.table, plan).values()) - plan.spilled_bytes
-    spilled = 0 if stays_there(plan) else max(0, inputs - plan.inputs_bytes)
+    spilled = 0 if on_device else max(0, sum(inputs.sizes) - plan.inputs_bytes)
     disk = {
         "weights, two slots": sum(
             (1 if page.layout.optimizer is None else 2) * page.layout.nbytes for page in build.table
@@ -220,9 +228,11 @@ def tiers_of(
         ram_beside_bytes=live if machine.on_host else 0,
         locked_bytes=0 if machine.on_host else PlannedLink.staging_bytes,
         disk={item: nbytes for item, nbytes in disk.items() if nbytes},
-        disk_limit_bytes=sum(max(0, d.size_bytes - _DISK_MARGIN_BYTES) for d in machine.drives),
+        disk_limit_bytes=disk_limit,
         graph_bytes=graph_bytes,
         kept_graphs=kept,
+        staying_bytes=_staying_bytes(plan, device.get("what units save", 0) + inputs.near_bytes),
+        inputs=inputs,
     )
 
 
@@ -232,7 +242,7 @@ def _largest_unit(build: Build) -> int:
     )
 
 
-def _device(build: Build, plan: Plan, live: int, inputs: int) -> dict[str, int]:
+def _device(build: Build, plan: Plan, live: int) -> dict[str, int]:
     there = plan.on_device
     if there is not None and there.updates:
         grads = {p.index: p.layout.waiting_bytes for p in build.table}
@@ -241,7 +251,7 @@ def _device(build: Build, plan: Plan, live: int, inputs: int) -> dict[str, int]:
             "weights": there.weight_bytes,
             "gradients": sum(grads.values()),
             "optimizer state": there.home_bytes - of_units,
-            "activations of a unit": live + inputs,
+            "activations of a unit": live,
         }
     resident = sum(build.table[index].layout.nbytes for index in build.resident)
     return {
@@ -249,6 +259,18 @@ def _device(build: Build, plan: Plan, live: int, inputs: int) -> dict[str, int]:
         "gradients of a unit": _largest_grads(build),
         "activations of a unit": live,
     }
+
+
+def _graph_bytes(plan: Plan, inputs: Inputs, left: int) -> int:
+    """Return the room for graphs by the budget of a run, and no more than the device has left."""
+    there = plan.on_device
+    return 0 if there is None else max(0, min(there.graph_bytes - inputs.near_bytes, left))
+
+
+def _staying_bytes(plan: Plan, beside: int) -> int:
+    """Return what the budget of the device has for weights beside the unit at work."""
+    there = plan.on_device
+    return 0 if there is None else max(0, there.limit_bytes - there.min_bytes - beside)
 
 
 def _kept(plan: Plan, work: ModelWork | None, room: int, micros: int) -> frozenset[int]:

@@ -18,7 +18,7 @@ from mt_lightning.engine.worker import MAX_PENDING
 from mt_lightning.pages.table import Page
 from mt_lightning.planning.machines import Machine
 from mt_lightning.planning.on_device import seconds_there, stays_there
-from mt_lightning.planning.tiers import Tiers, runs_layer_major
+from mt_lightning.planning.tiers import Tiers
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.work import ModelWork, Work
 
@@ -127,10 +127,9 @@ def time_of_step(
         training: The settings.
         machine: The rates.
     """
-    layer_major = runs_layer_major(plan)
-    micros = training.accumulate_grad_batches
-    per_sweep, num_sweeps = (micros, 1) if layer_major else (1, micros)
-    read, written = plan.window_traffic if layer_major else plan.usual_traffic
+    micros, num_sweeps = training.accumulate_grad_batches, tiers.inputs.num_groups
+    per_sweep = micros / num_sweeps
+    read, written = _traffic(plan, micros, num_sweeps)
     device, dtype = machine.device, training.dtype
     overhead = per_sweep * machine.unit_s * len(build.units)
 
@@ -148,14 +147,13 @@ def time_of_step(
     # Of all micro-batches of a step the first one's gradients are added to nothing.
     backward_s += summed_seconds((micros - 1) / num_sweeps * grads, machine)
 
-    inputs = per_sweep * sum(w.input_bytes for w in work.units)
     spilled_inputs = tiers.disk.get("inputs of units", 0)
     # What stays on the device is old once it has been updated on the host: the first forward of a
     # step brings all weights up, the sweeps after it what does not stay.
     there = stays_there(plan) and not machine.on_host
     weights = 0 if machine.on_host or there else plan.weight_bytes
-    staying = min(weights, cached_on_device(tiers))
-    crossing = 0 if machine.on_host or there else inputs
+    staying = min(weights, tiers.staying_bytes)
+    crossing = 0 if plan.on_device is None else tiers.inputs.away_bytes
     leaving = sum(page.layout.waiting_bytes for page in build.table)
     down = 0 if machine.on_host or there else leaving
     first_up_s = weights / device.up_bytes_per_s
@@ -302,10 +300,16 @@ def summed_seconds(nbytes: float, machine: Machine) -> float:
     return _SUM_MOVES * nbytes / machine.ram_bytes_per_s if machine.on_host else 0.0
 
 
-def cached_on_device(tiers: Tiers) -> int:
-    """Return the bytes of weights that stay on the device from one sweep to the next."""
-    left = tiers.device_limit_bytes - tiers.device_bytes
-    return max(0, left) if tiers.device else 0
+def _traffic(plan: Plan, micros: int, num_sweeps: int) -> tuple[float, float]:
+    """Return what a step reads and writes: each sweep more brings as many weights as the others."""
+    if micros == 1:
+        return plan.usual_traffic
+    share = (num_sweeps - 1) / (micros - 1)
+    read, written = (
+        least + share * (most - least)
+        for least, most in zip(plan.window_traffic, plan.usual_traffic, strict=True)
+    )
+    return read, written
 
 
 def update_seconds(page: Page, training: Training, machine: Machine) -> float:

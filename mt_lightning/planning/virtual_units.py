@@ -14,8 +14,8 @@ from mt_lightning.engine.build import Build
 from mt_lightning.engine.plan import Plan
 from mt_lightning.pager.budget import Reservation
 from mt_lightning.pager.pool import WeightPool
+from mt_lightning.planning.inputs import Inputs
 from mt_lightning.planning.machines import Machine
-from mt_lightning.planning.on_device import stays_there
 from mt_lightning.planning.timing import COMPUTE, fresh_seconds, summed_seconds
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.virtual import (
@@ -41,10 +41,13 @@ class VirtualUnits:
         work: What units compute.
         training: The settings.
         machine: The rates.
-        times: Micro-batches that a unit runs for while it is there.
+        inputs: What units receive, and where it waits.
         kept: Numbers of the units that need not run again in backward.
         up: To the device.
         down: From the device.
+
+    Attributes:
+        times: Micro-batches that a unit runs for while it is there.
     """
 
     def __init__(
@@ -58,30 +61,17 @@ class VirtualUnits:
         training: Training,
         machine: Machine,
         *,
-        times: int,
+        inputs: Inputs,
         kept: Set[int],
         up: VirtualLink,
         down: VirtualLink,
     ) -> None:
         self._clock, self._io, self._pool, self._plan = clock, io, pool, plan
         self._build, self._work, self._training, self._machine = build, work, training, machine
-        self._times, self._kept, self._up, self._down = times, kept, up, down
-        self._crosses = not (machine.on_host or stays_there(plan))
+        self.times, self._kept, self._up, self._down = inputs.group, kept, up, down
         self._held: dict[int, list[Reservation]] = {}
-        self._spilled_inputs = self._choose_spilled()
-
-    def _choose_spilled(self) -> set[int]:
-        """Return the units whose inputs go to disk: those that backward needs last go first."""
-        if stays_there(self._plan):
-            return set()
-        sizes = [self._times * w.input_bytes for w in self._work.units]
-        left, gone = sum(sizes), set()
-        for unit, nbytes in enumerate(sizes):
-            if left <= self._plan.inputs_bytes:
-                break
-            gone.add(unit)
-            left -= nbytes
-        return gone
+        self._away = inputs.away
+        self._on_device = plan.on_device is not None
 
     def spend(self, name: str, seconds: float) -> None:
         """Let the thread that trains compute."""
@@ -91,19 +81,18 @@ class VirtualUnits:
         """Play forward, and take what backward will need."""
         work, name = self._work.units[index], self._build.units[index].name
         seconds = work.seconds(self._machine.device, self._training.dtype)
-        self.spend(f"forward of {name}", self._times * (seconds + self._machine.unit_s))
-        nbytes = self._times * work.input_bytes
+        self.spend(f"forward of {name}", self.times * (seconds + self._machine.unit_s))
+        nbytes = self.times * work.input_bytes
         held = self._held.setdefault(index, [])
-        if self._crosses and nbytes:
+        away = index in self._away
+        if self._on_device and away and nbytes:
             self._down.move(nbytes, "inputs")
-        if stays_there(self._plan):
-            return
-        if index in self._spilled_inputs:
+        if away and not self._on_device:
             self._move_inputs(WRITE, index)
-        elif nbytes:
+        elif nbytes and away == self._on_device:
             held.append(self._pool.reserve(nbytes, "inputs", "the inputs of units"))
         if index in self._kept and self._machine.on_host and work.saved_bytes:
-            saved = self._times * work.saved_bytes
+            saved = self.times * work.saved_bytes
             held.append(self._pool.reserve(saved, "graphs", "graphs"))
 
     def backward(self, index: int, *, adds: bool) -> None:
@@ -115,21 +104,22 @@ class VirtualUnits:
         """
         work, unit = self._work.units[index], self._build.units[index]
         device, dtype = self._machine.device, self._training.dtype
-        nbytes = self._times * work.input_bytes
+        nbytes = self.times * work.input_bytes
         reads = []
-        if index in self._spilled_inputs:
+        away = index in self._away
+        if away and not self._on_device:
             # Those of further micro-batches are read while the first ones compute.
             reads = self._move_inputs(READ, index)
             reads[0].wait()
-        if self._crosses and nbytes:
+        if self._on_device and away and nbytes:
             self._up.move(nbytes, "inputs")
         seconds = work.seconds(device, dtype, backward=True)
         if index not in self._kept:
             seconds += work.seconds(device, dtype)
         grads = sum(self._build.table[i].layout.grad_bytes for i in unit.pages)
-        beside = fresh_seconds(self._times * grads + work.live_bytes, self._plan, self._machine)
-        beside += summed_seconds((self._times - (not adds)) * grads, self._machine)
-        total = self._times * (seconds + self._machine.unit_s)
+        beside = fresh_seconds(self.times * grads + work.live_bytes, self._plan, self._machine)
+        beside += summed_seconds((self.times - (not adds)) * grads, self._machine)
+        total = self.times * (seconds + self._machine.unit_s)
         self.spend(f"backward of {unit.name}", total + beside)
         for read in reads:
             read.wait()
@@ -139,14 +129,14 @@ class VirtualUnits:
         name, nbytes = self._build.units[index].name, self._work.units[index].input_bytes
         return [
             self._io.move(channel, nbytes, f"inputs of {name}, {micro}")
-            for micro in range(self._times)
+            for micro in range(self.times)
         ]
 
     def outside(self, *, backward: bool) -> None:
         """Play what is computed outside of units."""
         device, dtype = self._machine.device, self._training.dtype
         seconds = self._work.outside.seconds(device, dtype, backward=backward)
-        self.spend("outside of units", self._times * seconds)
+        self.spend("outside of units", self.times * seconds)
 
     def end(self, index: int) -> None:
         """Let go of what a unit held for backward."""

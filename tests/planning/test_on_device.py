@@ -140,3 +140,34 @@ def test_a_run_on_a_device_takes_the_plan_that_was_made(
     named = dataclasses.replace(planned.on_device, device=str(link.device))
     expected = dataclasses.replace(planned, directories=ran.directories, on_device=named)
     assert cast("Any", expected) == ran
+
+
+@pytest.mark.parametrize("max_vram_gb", [0.0008, 0.002, 0.1])
+def test_graphs_and_inputs_share_the_budget_of_the_device_as_in_a_run(max_vram_gb: float) -> None:
+    found = plan(4, durability="step", layer_major=True, max_vram_gb=max_vram_gb)
+    assert found.plan is not None
+    assert found.tiers is not None
+    there, tiers = found.plan.on_device, found.tiers
+    assert there is not None
+    inputs, saved = tiers.inputs, tiers.device.get("what units save", 0)
+    assert inputs.near_bytes <= there.inputs_bytes
+    assert saved + inputs.near_bytes <= max(there.graph_bytes, inputs.near_bytes)
+    assert "inputs of units" not in tiers.disk
+    assert tiers.ram.get("inputs of units", 0) == inputs.away_bytes
+
+
+def test_batches_run_in_groups_whose_inputs_find_room() -> None:
+    sizes = {
+        gb: plan(8, durability="step", layer_major=True, max_ram_gb=0.0642, max_vram_gb=gb)
+        for gb in (0.0008, 0.1)
+    }
+    small, large = (found.tiers.inputs for found in sizes.values() if found.tiers is not None)
+    assert (large.group, large.num_groups) == (8, 1)
+    assert (small.group, small.num_groups) == (2, 4)
+    assert sum(small.of_step(8)) == 8
+    one, all_at_once = sizes[0.0008], sizes[0.1]
+    assert one.time is not None
+    assert all_at_once.time is not None
+    assert sum(phase.times for phase in one.time.phases) == 2 * small.num_groups
+    assert one.time.read_bytes >= all_at_once.time.read_bytes
+    assert simulate(one).busy_s["compute"] >= simulate(all_at_once).busy_s["compute"]

@@ -248,8 +248,9 @@ class _Run:
         waits = self.plan.schedule == "deferred"
         for sweep, times in enumerate(self.groups):
             self.units.times, last = times, sweep == len(self.groups) - 1
-            self._forward()
-            self._backward(eager=last and not waits)
+            with self.units.summing():
+                self._forward()
+                self._backward(eager=last and not waits)
         if waits:
             self._clip()
             for unit in self.build.units:
@@ -317,8 +318,7 @@ class _Run:
             page = self.build.table[index]
             if page.layout.optimizer is None or page.layout.units[0] != unit.name:
                 continue
-            if index in self.grads:
-                self.grads[index].shrink(page.layout.waiting_bytes)
+            self.updates.complete(page)
             if not (self.machine.on_host or self.there):
                 name = f"gradients of {unit.name}"
                 self.updates.landed[index] = self.down.move(page.layout.waiting_bytes, name)
@@ -341,12 +341,7 @@ class _Run:
         entries = [self.pool.pin(page) for page in pages]
         if backward and not self.there:
             for page in pages:
-                if page.layout.optimizer is not None and page.index not in self.grads:
-                    what = f"gradients of {page.layout.key}"
-                    # What leaves a device is rounded there.
-                    layout, on_host = page.layout, self.machine.on_host
-                    nbytes = layout.grad_bytes if on_host else layout.waiting_bytes
-                    self.grads[page.index] = self.pool.reserve(nbytes, "gradients", what)
+                self.updates.expect(page)
         if any(entry.read is not None and not entry.read.done() for entry in entries):
             self.ahead.stalled()
         with self._stalling("read"):

@@ -8,14 +8,17 @@ thread that trains, and on a CPU they are not small.
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator, Set
+from contextlib import contextmanager
 
 from mt_lightning.engine.build import Build
 from mt_lightning.engine.plan import Plan
+from mt_lightning.engine.window.sums import largest_param_bytes
 from mt_lightning.pager.budget import Reservation
 from mt_lightning.pager.pool import WeightPool
 from mt_lightning.planning.inputs import Inputs
 from mt_lightning.planning.machines import Machine
+from mt_lightning.planning.tiers import runs_layer_major
 from mt_lightning.planning.timing import COMPUTE, fresh_seconds, summed_seconds
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.virtual import (
@@ -76,6 +79,17 @@ class VirtualUnits:
     def spend(self, name: str, seconds: float) -> None:
         """Let the thread that trains compute."""
         self._clock.spend(COMPUTE, name, seconds)
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """As `Window.run`: beside a sum there is room for the gradient of one parameter."""
+        if not runs_layer_major(self._plan):
+            yield
+            return
+        nbytes = largest_param_bytes(self._build.table)
+        beside = self._pool.reserve(nbytes, "gradients", "the gradient of a parameter")
+        yield
+        beside.free()
 
     def forward(self, index: int) -> None:
         """Play forward, and take what backward will need."""

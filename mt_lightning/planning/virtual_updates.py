@@ -15,6 +15,7 @@ from mt_lightning.pager.pool import PoolEntry, WeightPool
 from mt_lightning.pages.table import Page
 from mt_lightning.planning.machines import Machine
 from mt_lightning.planning.on_device import seconds_there, stays_there
+from mt_lightning.planning.tiers import runs_layer_major
 from mt_lightning.planning.timing import COMPUTE, UPDATE, update_seconds
 from mt_lightning.planning.training import Training
 from mt_lightning.planning.virtual import (
@@ -76,9 +77,36 @@ class VirtualUpdates:
         self._ring = Ring(cast("Any", [VirtualFrame(0) for _ in range(num_frames)]))
         self.due: dict[int, None] = {}
         self.grads: dict[int, Reservation] = {}
+        self._added: dict[int, list[Reservation]] = {}
+        """Gradients of one more batch, until they are added to those that are held."""
+        self._sums = runs_layer_major(plan)
         self.landed: dict[int, VirtualTicket] = {}
         self._coming: Page | None = None
         self._preloaded: tuple[Page, Any, VirtualTicket] | None = None
+
+    def expect(self, page: Page) -> None:
+        """As `Gradients.expect`: make room for what autograd is about to make.
+
+        In the usual order it lies beside what is held until it is added; unit by unit gradients go
+        into one sum, parameter by parameter.
+        """
+        layout, held = page.layout, page.index in self.grads
+        if layout.optimizer is None or (held and self._sums):
+            return
+        # What leaves a device is rounded there.
+        nbytes = layout.grad_bytes if self._machine.on_host else layout.waiting_bytes
+        room = self._pool.reserve(nbytes, "gradients", f"gradients of {layout.key}")
+        if held:
+            self._added.setdefault(page.index, []).append(room)
+        else:
+            self.grads[page.index] = room
+
+    def complete(self, page: Page) -> None:
+        """As `Gradients.complete`: what has arrived is one with what was held."""
+        for room in self._added.pop(page.index, ()):
+            room.free()
+        if page.index in self.grads:
+            self.grads[page.index].shrink(page.layout.waiting_bytes)
 
     def coming(self, pages: Sequence[Page]) -> None:
         """As `Steps.submit_ready`: the state of pages that backward enters begins to be read."""

@@ -8,6 +8,9 @@ from mt_lightning.engine.durability import COMMIT_INTERVAL_S
 from mt_lightning.errors import ConfigError
 from mt_lightning.planning.planner import Answer
 
+_RANGES = {"tokens": (1, 1e18), "per_hour": (0, 1e9), "per_kwh": (0, 1e9)}
+"""What can be asked for: more is a slip of the pen."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
@@ -25,10 +28,10 @@ class Prices:
 
     def __post_init__(self) -> None:
         """Check every field."""
-        for name, least in (("tokens", 1), ("per_hour", 0), ("per_kwh", 0)):
+        for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
-            if value is not None and not least <= value < float("inf"):
-                raise ConfigError(f"{name}={value!r}: give a number, {least} or more.")
+            if value is not None and not least <= value <= most:
+                raise ConfigError(f"{name}={value!r}: give a number from {least} to {most:g}.")
 
 
 @dataclass(frozen=True, kw_only=True)

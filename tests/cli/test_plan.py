@@ -116,7 +116,7 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
         (["9B-A1B", "--machine", "h100"], "of models with experts"),
         (["no/such/folder", "--machine", "h100"], "no Hugging Face config"),
         (["hf", "--machine", "h100"], "needs the name of a model"),
-        (["8B", "--machine", "h100", "--batch-size", "-1"], "batch_size=-1"),
+        (["8B", "--machine", "h100", "--batch-size", "-1"], "--batch-size=-1: give"),
         *(
             (["8B", "--machine", "h100", option, value], f"{option} {value}: give a number above 0")
             for option, value in (("--tflops", "0"), ("--ram-gb", "-3"), ("--link-gb-per-s", "0"))
@@ -125,13 +125,24 @@ def test_a_plot_is_written(config: Path, workplace: Path) -> None:
         ([".", "--machine", "h100"], "no file config.json in it"),
         (["/no/such/folder", "--machine", "h100"], "no such folder"),
         (["8B", "--machine", "h100", "--tflops", "nan"], "finite"),
-        (["8B", "--machine", "h100", "--max-ram-gb", "-3"], "max_ram_gb=-3.0"),
-        (["8B", "--machine", "h100", "--compression", "zip"], "optimizer_compression='zip'"),
+        (["8B", "--machine", "h100", "--max-ram-gb", "-3"], "--max-ram-gb=-3.0: give"),
+        (["8B", "--machine", "h100", "--compression", "zip"], "--compression='zip': choose"),
         (["8B", "--machine", "h100", "--dir", "here"], "--dir goes with"),
         (["8B", "--machine", "h100", "--time-units"], "--time-units runs units on this machine"),
         (["8B", "--machine", "custom"], "needs numbers"),
         (["8B", "--machine", "h100", "--units", "Nope"], "no module of class Nope"),
-        (["8B", "--machine", "h100", "--tokens", "-1"], "tokens=-1"),
+        *(
+            (["8B", "--machine", "h100", option, value], f"{option}={float(value)}: give a number")
+            for option, value in (
+                ("--tokens", "-1"),
+                ("--tokens", "1e30"),
+                ("--price-per-hour", "-3"),
+                ("--price-per-kwh", "1e300"),
+            )
+        ),
+        (["8B", "--machine", "h100", "--checkpoints", "-1"], "--checkpoints=-1: give"),
+        (["8B", "--machine", "h100", "--layer-major", "true"], "set --accumulate above 1"),
+        (["8B", "--machine", "h100", "--recompute", "maybe"], "--recompute='maybe': choose"),
         (["8B", "--machine", "h100", "--sequence-length", "9" * 13], "at most 1e+12"),
         (["8B", "--machine", "h100", "--max-ram-gb", "1e300"], "up to 1e+09"),
         (["8B", "--machine", "h100", "--disk-tb", "1e300"], "no machine has that"),

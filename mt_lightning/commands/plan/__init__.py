@@ -26,6 +26,14 @@ from mt_lightning.planning.training import OPTIMIZERS, PRECISIONS, Training
 from mt_lightning_command import COMMANDS
 
 _EXIT_DOES_NOT_FIT = 1
+_FIELDS = {
+    "accumulate_grad_batches": "accumulate",
+    "num_checkpoints": "checkpoints",
+    "optimizer_compression": "compression",
+    "per_hour": "price_per_hour",
+    "per_kwh": "price_per_kwh",
+}
+"""Fields and the options that set them, where the names differ."""
 _EPILOG = """\
 examples:
   megatrain plan 8B --machine rtx4090
@@ -115,10 +123,13 @@ def run_plan(options: argparse.Namespace) -> int:
         from mt_lightning.commands.plan.plot import check_plot  # matplotlib is an extra
 
         check_plot(options.plot)
-    training = _training(options)
-    prices = Prices(
-        tokens=options.tokens, per_hour=options.price_per_hour, per_kwh=options.price_per_kwh
-    )
+    try:
+        training = _training(options)
+        prices = Prices(
+            tokens=options.tokens, per_hour=options.price_per_hour, per_kwh=options.price_per_kwh
+        )
+    except ConfigError as error:
+        raise ConfigError(_by_option(str(error), options)) from error
     machine = find(options)
     model = find_model(options.model, training.options)
     worker = worker_for(model, on_host=machine.on_host, times=options.time_units)
@@ -175,6 +186,15 @@ def _training(options: argparse.Namespace) -> Training:
             resident=options.resident,
         ),
     )
+
+
+def _by_option(text: str, options: argparse.Namespace) -> str:
+    """Name fields as the options that set them."""
+    names = {name: name for name in vars(options)} | _FIELDS
+    words = "|".join(sorted(names, key=len, reverse=True))
+    # A name that is a word of the language too is a field only where a value follows.
+    field = re.compile(rf"\b(?:({words})(?==)|({'|'.join(n for n in names if '_' in n)}))\b")
+    return field.sub(lambda found: "--" + names[found[0]].replace("_", "-"), text)
 
 
 def _word(text: str) -> Any:

@@ -67,7 +67,7 @@ def footprint(found: Answer) -> list[Item]:
         Item(
             "weights",
             held["weights"],
-            device.pop("weights of two units", 0) + device.pop("weights", 0),
+            device.pop("weights of units", 0) + device.pop("weights", 0),
             at_work - unit_grads + ram.pop("weights of further units", 0),
             disk.pop("weights, two slots", 0),
         ),

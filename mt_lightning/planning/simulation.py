@@ -239,7 +239,7 @@ class _Run:
 
     def _relieve(self) -> bool:
         with self._stalling("memory"):
-            return self.worker.retire_oldest()
+            return self.updates.relieve()
 
     # -- a step -----------------------------------------------------------------------------------
 
@@ -324,7 +324,7 @@ class _Run:
                 self.updates.landed[index] = self.down.move(page.layout.waiting_bytes, name)
             if eager:
                 self.updates.update(page)
-            elif index in self.plan.spilled:
+            elif index in self.updates.spilled:
                 self.updates.spill(page)
 
     def _enter(self, unit: Unit, *, backward: bool) -> None:

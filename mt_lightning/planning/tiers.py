@@ -28,8 +28,6 @@ from mt_lightning.planning.work import ModelWork
 
 LOSS_CHUNK_BYTES = {True: 32 << 20, False: 256 << 20}
 """Logits of a chunk of the loss, on a CPU and on an accelerator."""
-_NUM_DEVICE_FRAMES = 2
-"""Units whose weights lie on the device: one at work, one on its way."""
 _DISK_MARGIN_BYTES = GIB
 """Left free on each drive."""
 
@@ -189,7 +187,7 @@ def tiers_of(
     disk_limit = sum(max(0, d.size_bytes - _DISK_MARGIN_BYTES) for d in machine.drives)
     inputs = inputs_of(build, plan, units, micros, disk_limit - plan.disk_bytes)
     on_device = plan.on_device is not None
-    device = {} if machine.on_host else _device(build, plan, live)
+    device = {} if machine.on_host else _device(build, plan, live, inputs.near_bytes)
     if on_device and inputs.near_bytes:
         device["inputs of units"] = inputs.near_bytes
     device_limit = 0 if machine.on_host else int(DEVICE_SHARE * (machine.device.memory_bytes or 0))
@@ -242,7 +240,7 @@ def _largest_unit(build: Build) -> int:
     )
 
 
-def _device(build: Build, plan: Plan, live: int) -> dict[str, int]:
+def _device(build: Build, plan: Plan, live: int, inputs_bytes: int) -> dict[str, int]:
     there = plan.on_device
     if there is not None and there.updates:
         grads = {p.index: p.layout.waiting_bytes for p in build.table}
@@ -254,8 +252,11 @@ def _device(build: Build, plan: Plan, live: int) -> dict[str, int]:
             "activations of a unit": live,
         }
     resident = sum(build.table[index].layout.nbytes for index in build.resident)
+    ahead = _largest_unit(build)
+    if there is not None:  # what comes ahead of its use gives way to inputs
+        ahead = min(ahead, max(0, there.limit_bytes - there.min_bytes - inputs_bytes))
     return {
-        "weights of two units": _NUM_DEVICE_FRAMES * _largest_unit(build) + resident,
+        "weights of units": resident + _largest_unit(build) + ahead,
         "gradients of a unit": _largest_grads(build),
         "activations of a unit": live,
     }

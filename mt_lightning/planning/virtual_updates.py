@@ -77,6 +77,9 @@ class VirtualUpdates:
         self._ring = Ring(cast("Any", [VirtualFrame(0) for _ in range(num_frames)]))
         self.due: dict[int, None] = {}
         self.grads: dict[int, Reservation] = {}
+        self.spilled = set(plan.spilled)
+        """Pages whose gradients go to disk where they have to wait."""
+        self._pages: dict[int, Page] = {}
         self._added: dict[int, list[Reservation]] = {}
         """Gradients of one more batch, until they are added to those that are held."""
         self._sums = runs_layer_major(plan)
@@ -99,7 +102,7 @@ class VirtualUpdates:
         if held:
             self._added.setdefault(page.index, []).append(room)
         else:
-            self.grads[page.index] = room
+            self.grads[page.index], self._pages[page.index] = room, page
 
     def complete(self, page: Page) -> None:
         """As `Gradients.complete`: what has arrived is one with what was held."""
@@ -107,6 +110,20 @@ class VirtualUpdates:
             room.free()
         if page.index in self.grads:
             self.grads[page.index].shrink(page.layout.waiting_bytes)
+
+    def relieve(self) -> bool:
+        """As `Steps.relieve`: wait for the oldest update, else send what waits to disk."""
+        if self._worker.retire_oldest():
+            return True
+        for index in self.grads:
+            page = self._pages[index]
+            entry = self._pool.entry(page)
+            if entry is None or not entry.pins:
+                self.complete(page)
+                self.spilled.add(index)
+                self.spill(page)
+                return True
+        return False
 
     def coming(self, pages: Sequence[Page]) -> None:
         """As `Steps.submit_ready`: the state of pages that backward enters begins to be read."""

@@ -142,7 +142,7 @@ def test_a_run_on_a_device_takes_the_plan_that_was_made(
     assert cast("Any", expected) == ran
 
 
-@pytest.mark.parametrize("max_vram_gb", [0.0008, 0.002, 0.1])
+@pytest.mark.parametrize("max_vram_gb", [0.0006, 0.0008, 0.002, 0.1])
 def test_graphs_and_inputs_share_the_budget_of_the_device_as_in_a_run(max_vram_gb: float) -> None:
     found = plan(4, durability="step", layer_major=True, max_vram_gb=max_vram_gb)
     assert found.plan is not None
@@ -152,8 +152,10 @@ def test_graphs_and_inputs_share_the_budget_of_the_device_as_in_a_run(max_vram_g
     inputs, saved = tiers.inputs, tiers.device.get("what units save", 0)
     assert inputs.near_bytes <= there.inputs_bytes
     assert saved + inputs.near_bytes <= max(there.graph_bytes, inputs.near_bytes)
+    activations = tiers.device["activations of a unit"]
+    assert tiers.device_bytes - activations <= max(there.limit_bytes, there.min_bytes)
     assert "inputs of units" not in tiers.disk
-    assert tiers.ram.get("inputs of units", 0) == inputs.away_bytes
+    assert tiers.ram.get("inputs of units", 0) <= inputs.away_bytes
 
 
 def test_batches_run_in_groups_whose_inputs_find_room() -> None:

@@ -80,6 +80,20 @@ def test_runs_move_the_bytes_that_the_independent_simulator_says(
     assert found_bytes.read_bytes == pytest.approx(sum(r for r, _ in per_step) / 3, rel=0.001)
 
 
+def test_gradients_that_find_no_room_go_to_disk_as_in_a_run() -> None:
+    found = stack(12 * 4 * WIDTH * (WIDTH + 1), clips=True, micros=2)
+    assert found.plan is not None
+    assert found.plan.spilled
+    unforeseen = dataclasses.replace(
+        found, plan=dataclasses.replace(found.plan, spilled=frozenset())
+    )
+    planned, played = simulate(found), simulate(unforeseen)
+    assert played.ram_peak_bytes <= found.plan.ram_limit_bytes
+    state_and_weights = found.plan.state_bytes + found.plan.weight_bytes
+    assert played.written_bytes > state_and_weights
+    assert played.written_bytes == pytest.approx(planned.written_bytes, rel=0.25)
+
+
 def hundred(micros: int) -> Answer:
     """Plan 100B on an H200 with four PCIe 5 drives, in batches of 2,048 tokens."""
     model, machine = find_model("100B"), find_machine("h200")

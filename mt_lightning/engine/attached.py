@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -61,6 +62,8 @@ class Attached:
         self._rebound: list[tuple[Unit, int]] = []
         self._whole: list[Page] = []
         self._running = spans.LongSpan("backward of")
+        self.lets_go: Callable[[], bool] = lambda: False
+        """Gives up what is held for comfort, and says whether that was anything."""
         self.num_lost = 0
         """Finished steps that a step which broke off took along."""
         self.masters = MasterEdits(run, self._state_chunks)
@@ -206,7 +209,7 @@ class Attached:
             given = self.run.worker.retire_oldest()
             given = given or (self._on_host and self.graphs.drop_oldest())
             given = given or self.run.steps.relieve()
-            return given or (self._on_host and self.inputs.relieve())
+            return given or (self._on_host and self.inputs.relieve()) or self.lets_go()
         # A gradient that came before its unit's replay: the unit before it is as good as done.
         with torch.inference_mode(False), torch.no_grad():
             self._end_lingering()

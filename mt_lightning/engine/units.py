@@ -87,6 +87,12 @@ def _layers(root: nn.Module, class_names: Sequence[str] | None) -> list[tuple[st
         found = _outermost(root, lambda module: bool(_bases(module) & set(class_names)))
         seen = set().union(*(_bases(module) for _, module in found)) if found else set()
         missing = [name for name in class_names if name not in seen]
+        inner = [name for name in missing if any(name in _bases(m) for m in root.modules())]
+        if inner:
+            raise ConfigError(
+                f"units={list(class_names)}: each {', '.join(inner)} lies in a module of another "
+                "of these classes, and a module is one unit with all that it holds. Name either."
+            )
         if missing:
             known = sorted({type(module).__name__ for module in root.modules()})
             raise ConfigError(

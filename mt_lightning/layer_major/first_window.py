@@ -101,6 +101,9 @@ class FirstWindow:
         self._module_dicts = [vars(each) for each in trainer.lightning_module.modules()]
         self._left: list[dict[str, Any]] | None = None
         self._start: Snapshot | None = None
+        self._runs_again = False
+        self._live = engine.live
+        self._live.lets_go = self._let_go
         self._start = self._snapshot()
         if self._start is not None:
             self._reserve(self._start.num_bytes)
@@ -150,6 +153,7 @@ class FirstWindow:
             return
         losses = [seen.loss for seen in self._steps if seen.loss is not None]
         if len(losses) >= 2 and all(bool(loss.isfinite().all()) for loss in losses):
+            self._runs_again = True
             self._run_again()
         self.end()
 
@@ -165,6 +169,7 @@ class FirstWindow:
     def end(self) -> None:
         """Watch no longer, and let go of everything."""
         self.ended = True
+        self._live.lets_go = lambda: False
         self._window.comparing = False
         self._steps.clear()
         self._left = None
@@ -172,6 +177,14 @@ class FirstWindow:
         self._start = None
         while self._held:
             self._held.pop().free()
+
+    def _let_go(self) -> bool:
+        """End where training needs the memory; False where nothing can be given."""
+        if self._runs_again or not self._held:
+            return False
+        words = "training needs the memory in which the first window would be kept to run it again"
+        self._settle(False, words, stays=False)
+        return True
 
     # -- again ------------------------------------------------------------------------------------
 
@@ -359,6 +372,8 @@ class FirstWindow:
             self._held.append(pool.reserve(num_bytes, "first window", what))
         except BudgetError as error:
             self._settle(False, str(error), stays=False)
+        if self.ended:  # what it took may have been its own
+            self.end()
 
 
 def _words(error: Exception) -> str:

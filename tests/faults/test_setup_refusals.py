@@ -148,6 +148,12 @@ def test_unknown_unit_class(tmp_path: Path) -> None:
     assert "Block, LayerNorm" in message
 
 
+def test_a_unit_class_within_another(tmp_path: Path) -> None:
+    strategy = mt.MegaTrainStrategy(offload_dir=tmp_path / "pages", units=["Block", "LayerNorm"])
+    message = refused(Net(), tmp_path, strategy)
+    assert "each LayerNorm lies in a module of another of these classes" in message
+
+
 # --- modules ----------------------------------------------------------------------------------
 
 

@@ -64,7 +64,13 @@ KINDS: dict[str, peft.PeftConfig] = {
     "loha": peft.LoHaConfig(r=4, target_modules=ATTENTION),
     "ia3": peft.IA3Config(target_modules=ATTENTION, feedforward_modules=[]),
     "prompts": peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+    "adalora": peft.AdaLoraConfig(
+        target_modules=ATTENTION, init_r=4, tinit=0, tfinal=1, total_step=9, task_type="CAUSAL_LM"
+    ),
+    "tokens": lora(trainable_token_indices=list(range(40))),
 }
+RESIDENT = {"adalora": ["lora_A", "lora_B"], "tokens": "embed_tokens"}
+"""What code reads beside its module: a penalty over adapters, or the embedding."""
 
 
 def adapted(name: str = "llama", config: peft.PeftConfig | None = None) -> Any:
@@ -122,7 +128,7 @@ def test_pages_train_adapters_to_the_same_bits(name: str, kind: str | None, tmp_
     config = KINDS[kind] if kind else None
     plain, paged, start = (adapted(name, config) for _ in range(3))
     fit(plain, name, "auto", tmp_path)
-    trainer = fit(paged, name, pages(tmp_path), tmp_path)
+    trainer = fit(paged, name, pages(tmp_path, resident=RESIDENT.get(kind or "")), tmp_path)
     assert_same(plain, paged)
     for (key, p), q in zip(paged.named_parameters(), start.named_parameters(), strict=True):
         assert p.requires_grad != torch.equal(p, q[1]), key

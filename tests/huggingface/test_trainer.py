@@ -152,6 +152,17 @@ def test_every_kind_of_dataset_gives_the_same_batches(
     assert len(results[0]) == 3
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("rows", "epoch"), [([], 1), (iter(samples(8)), 2)], ids=["empty", "used up"]
+)
+def test_a_stream_that_gives_no_batch_is_refused(rows: Any, epoch: int, tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=30)
+    trainer = mt.Trainer(model=llama(), train_dataset=Stream(rows), args=args)
+    with pytest.raises(ConfigError, match=f"train_dataset gave no batch in epoch {epoch}, after"):
+        trainer.train()
+
+
 def test_the_same_cells_can_be_run_again(tmp_path: Path) -> None:
     results = []
     for _ in range(2):

@@ -15,6 +15,7 @@ from torch import nn
 
 from mt_lightning import MegaTrainStrategy
 from mt_lightning.engine.window.comparison import Comparison
+from mt_lightning.errors import BudgetError
 from mt_lightning.layer_major import first_window
 
 from . import networks as nets
@@ -354,3 +355,23 @@ def test_what_true_refuses_takes_the_usual_order(
     assert_same(fit(tmp_path, nets.Tiny, VARIED, None, **settings), found)
     assert order_of(strategy) == ("usual", "")
     assert "layer_major" not in caplog.text
+
+
+class Greedy(pl.Callback):
+    """Asks for more memory than there is, before the second batch."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1:
+            run = trainer.strategy.engine.live.run
+            assert run.budget.by_purpose["first window"]
+            with pytest.raises(BudgetError, match="a test"):
+                run.pool.reserve(run.budget.limit_bytes, "graphs", "a test")
+            assert not run.budget.by_purpose["first window"]
+
+
+def test_what_is_kept_for_a_comparison_makes_room_for_training(tmp_path: Path) -> None:
+    expected = fit(tmp_path, nets.Tiny, VARIED, None, accumulate_grad_batches=4)
+    settings = {"accumulate_grad_batches": 4, "callbacks": (Greedy(),)}
+    found, strategy = fit_auto(tmp_path, nets.Tiny, VARIED, **settings)
+    assert_same(expected, found)
+    assert "training needs the memory" in order_of(strategy)[1]

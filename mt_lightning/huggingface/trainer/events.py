@@ -13,6 +13,7 @@ from lightning.pytorch import Trainer as LightningTrainer
 from torch import Tensor
 from transformers import TrainerState
 
+from mt_lightning.errors import ConfigError
 from mt_lightning.huggingface.trainer.flow import Flow
 from mt_lightning.huggingface.trainer.module import TrainerModule
 from mt_lightning.plugins.grad_norm import grad_norm
@@ -80,6 +81,19 @@ class FitEvents(Callback):
         """Call `on_epoch_begin`."""
         self._module.stops_epoch = False
         self._flow.call("on_epoch_begin")
+
+    def on_train_epoch_end(self, trainer: LightningTrainer, pl_module: LightningModule) -> None:
+        """Refuse an epoch of nothing: Lightning would go from one to the next for ever.
+
+        Raises:
+            ConfigError: The data gave no batch; steps of earlier epochs are kept.
+        """
+        if not trainer.fit_loop.epoch_loop.batch_progress.current.ready:
+            raise ConfigError(
+                f"train_dataset gave no batch in epoch {trainer.current_epoch + 1}, after "
+                f"{trainer.global_step} of {self._module.max_steps} steps. A stream has to begin "
+                "anew each time it is iterated; or set max_steps to what it has."
+            )
 
     def on_train_batch_start(
         self, trainer: LightningTrainer, pl_module: LightningModule, batch: Any, batch_idx: int

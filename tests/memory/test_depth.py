@@ -24,7 +24,10 @@ NUM_TOKENS = 32
     ],
 )
 def test_peak_memory_is_flat_in_depth(depths: tuple[int, ...], tmp_path: Path) -> None:
-    measured = {depth: _train(depth, tmp_path / str(depth)) for depth in depths}
+    # As many units run in each: peaks of freed heap that is kept vary, and the highest one counts.
+    measured = {
+        depth: _train(depth, 2 * max(depths) // depth, tmp_path / str(depth)) for depth in depths
+    }
     shallow = measured[depths[0]].result
     assert shallow["weight_bytes"] / depths[0] > 25e6
     assert shallow["state_bytes"] > MAX_RAM_GB * GIB, "everything fits: proves nothing"
@@ -35,11 +38,11 @@ def test_peak_memory_is_flat_in_depth(depths: tuple[int, ...], tmp_path: Path) -
         assert peaks[depth] <= 1.05 * peaks[depths[0]], {k: v / MIB for k, v in peaks.items()}
 
 
-def _train(num_layers: int, directory: Path) -> Measurement:
+def _train(num_layers: int, num_steps: int, directory: Path) -> Measurement:
     return run_measured(
         "tests.memory.llama_run",
         *LAYER,
-        *("--layers", str(num_layers), "--tokens", str(NUM_TOKENS), "--steps", "2"),
+        *("--layers", str(num_layers), "--tokens", str(NUM_TOKENS), "--steps", str(num_steps)),
         *("--max-ram-gb", str(MAX_RAM_GB), "--directory", str(directory)),
         imported=True,
     )

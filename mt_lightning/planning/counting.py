@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -116,12 +116,21 @@ def _sides(tensor: Tensor) -> tuple[int, ...]:
 
 def _attention(args: Any, out: Any) -> float:
     causal = len(args) > 4 and args[4]
-    return sdpa_flop_count(*(a.shape for a in args[:3])) / (2 if causal else 1)
+    return sdpa_flop_count(*_with_heads_of(args[0], args[:3])) / (2 if causal else 1)
 
 
 def _attention_backward(args: Any, out: Any) -> float:
     causal = len(args) > 7 and args[7]
-    return sdpa_backward_flop_count(*(a.shape for a in args[:4])) / (2 if causal else 1)
+    return sdpa_backward_flop_count(*_with_heads_of(args[1], args[:4])) / (2 if causal else 1)
+
+
+def _with_heads_of(query: Tensor, tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    """Return shapes as if keys and values had a head for each of the queries.
+
+    Each query head multiplies with one, whether others share it or not; torch up to 2.10 does not
+    count where they do.
+    """
+    return [(*query.shape[:2], *tensor.shape[2:]) for tensor in tensors]
 
 
 _FLOPS: dict[str, Callable[[Any, Any], float]] = {
